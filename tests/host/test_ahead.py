@@ -13,7 +13,7 @@ from tests.host.fakes import Fake, Makes, array, wire
 from tilewright.host.errors import Expired, Failed, Unavailable
 from tilewright.host.host import Host
 from tilewright.host.version import Version
-from tilewright.host.waiting import Ask, Told
+from tilewright.host.waiting import Ask, WithCallback
 
 Asked = asyncio.Future[np.ndarray]
 
@@ -213,7 +213,7 @@ def test_a_free_instance_gets_its_next_batch_before_the_answers_of_the_last_one_
     async def test(host: Host) -> None:
         version, handed = host.models["m"].versions[1], list[int]()
 
-        class Notes(Told):
+        class Notes(WithCallback):
             def deliver(self, found: Any) -> None:
                 assert array(found)[0, 0] == 2
                 handed.append(len(makes.made[0].handed))

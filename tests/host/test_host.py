@@ -13,7 +13,7 @@ from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Refus
 from tilewright.host.host import Host, Source
 from tilewright.host.tensors import Signature, Wire
 from tilewright.host.version import Ask
-from tilewright.host.waiting import Told
+from tilewright.host.waiting import WithCallback
 
 
 def test_requests_that_wait_share_a_batch_and_get_their_own_rows() -> None:
@@ -45,7 +45,7 @@ def test_a_lone_client_does_not_wait_for_the_turn_to_end_and_others_are_one_batc
     async def test(host: Host) -> None:
         version = host.model("m").versions[1]
 
-        class Noting(Told):
+        class Noting(WithCallback):
             def deliver(self, found: object) -> None:
                 told.append(found)
 

@@ -35,7 +35,7 @@ from tilewright.host.forking import LoadFailed
 from tilewright.host.instance import RECALLED, Reply, Runs
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire, zeros
-from tilewright.host.waiting import Ask, Awaited, Plans, Run, Told, Waiting, fail, kept, may_be_kept
+from tilewright.host.waiting import Ask, Awaited, Plans, Run, Waiting, WithCallback, fail, kept, may_be_kept
 
 __all__ = ["Ask", "Version"]
 
@@ -141,12 +141,12 @@ class Version:
         self.stats.times["success"].add(time.monotonic() - started_s)
         return answer
 
-    def begin(self, inputs: Mapping[str, Wire], ask: Ask, told: Told) -> None:
-        """`infer` without a task: `told` is told once, later, and may give up. Raises HostError."""
+    def begin(self, inputs: Mapping[str, Wire], ask: Ask, waiting: WithCallback) -> None:
+        """`infer` without a task: `waiting.deliver` is called later, once, unless the request is given up. Raises HostError."""
         started_s = time.monotonic()
-        told.withdraw = self._withdraw
+        waiting.withdraw = self._withdraw
         try:
-            self._queued(inputs, ask, started_s, told)
+            self._queued(inputs, ask, started_s, waiting)
         except HostError:
             self.stats.times["fail"].add(time.monotonic() - started_s)
             raise

@@ -12,7 +12,7 @@ from tilewright.host.instance import Reply
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire, byte_size, checked
 
-__all__ = ["Ask", "Awaited", "Cut", "Plan", "Plans", "Run", "Told", "Waiting", "fail", "kept", "may_be_kept"]
+__all__ = ["Ask", "Awaited", "Cut", "Plan", "Plans", "Run", "Waiting", "WithCallback", "fail", "kept", "may_be_kept"]
 
 MAX_KEPT_BYTES = 1 << 20
 """Most bytes of outputs that are copied so that the next batch can begin before the answers are made."""
@@ -38,11 +38,11 @@ class Ask:
 
 
 class Waiting:
-    """The request of an item, and who receives its answer: `Awaited` or `Told`."""
+    """The request of an item, and who receives its answer: `Awaited` or `WithCallback`."""
 
     __slots__ = ("inputs", "item", "times", "tried")
-    told = False
-    """Whether it is a `Told`, whose times are noted for it."""
+    has_callback = False
+    """Whether it is a `WithCallback`, whose times are noted for it."""
 
     def __init__(self) -> None:
         self.inputs: tuple[Wire, ...] = ()
@@ -94,11 +94,11 @@ class Awaited(Waiting):
         self.answer.set_exception(error)
 
 
-class Told(Waiting):
-    """A request that is told its answer at once, without a task or a future: `deliver` is called once."""
+class WithCallback(Waiting):
+    """A request whose answer is passed to a callback, without a task or a future: `deliver` is called once."""
 
     __slots__ = ("over", "withdraw")
-    told = True
+    has_callback = True
 
     def __init__(self) -> None:
         # As in the base class: there is one of these for each request, and a call would cost more than the rest.
@@ -153,7 +153,7 @@ class Run:
 
     def tell(self, reply: Reply, ended_s: float, label: str, signature: Signature, stats: Stats) -> None:
         """Give each request its answer or its error, and note how many were answered and how long they waited."""
-        at, answered, answered_rows, queued_s, told, told_s = 0, 0, 0, 0.0, 0, 0.0
+        at, answered, answered_rows, queued_s, delivered, delivered_s = 0, 0, 0, 0.0, 0, 0.0
         cuts = [Cut(wire, signature.batched) for wire in reply.outputs]
         only = cuts[0].rows if len(cuts) == 1 else None
         errors, unread = reply.errors, reply.unread
@@ -169,14 +169,14 @@ class Run:
                 elif not waiting.done():
                     arrival_s = item.arrival_s
                     answered, answered_rows, queued_s = answered + 1, answered_rows + rows, queued_s + self.began_s - arrival_s
-                    if waiting.told:
-                        told, told_s = told + 1, told_s + ended_s - arrival_s
+                    if waiting.has_callback:
+                        delivered, delivered_s = delivered + 1, delivered_s + ended_s - arrival_s
                     outputs = (only(at, rows),) if only is not None else tuple([cut.rows(at, rows) for cut in cuts])
                     waiting.set_result(outputs)
                 at += rows
         finally:
-            if told:
-                stats.times["success"].add(told_s + told * (time.monotonic() - ended_s), told)
+            if delivered:
+                stats.times["success"].add(delivered_s + delivered * (time.monotonic() - ended_s), delivered)
             stats.inferences += answered_rows
             stats.answered(answered, queued_s, self.began_s, ended_s, reply.seconds)
 
@@ -185,7 +185,7 @@ def fail(item: Item, error: HostError, stats: Stats) -> None:
     """Answer a request with an error, unless it has an answer already or nobody waits for one."""
     waiting: Waiting = item.payload
     if not waiting.done():
-        if waiting.told:
+        if waiting.has_callback:
             stats.times["fail"].add(time.monotonic() - item.arrival_s)
         waiting.set_exception(error)
 

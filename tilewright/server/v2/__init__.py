@@ -1,1 +1,1 @@
-"""Ordinary models over the Open Inference Protocol, version 2, and over plain JSON."""
+"""Serves ordinary models over the Open Inference Protocol, version 2, and over plain JSON."""

@@ -1,8 +1,8 @@
-"""A server of ordinary models: alone, or in the process and behind the port of a language model's server.
+"""A server of ordinary models, either alone or in the process and on the port of a language model's server.
 
-`attach` adds models to an app that is there; `create_models_app` makes one that has nothing else. The models are loaded while
-the server already answers: /ready is 503 until all are there, and so is a request for one that is not. Their processes end with
-the server.
+`attach` adds models to an existing app; `create_models_app` creates an app that serves only models. The server already answers
+while the models are being loaded. Until all are loaded, /ready returns 503. A request for a model that is not loaded yet gets a
+503, too. The processes of the models end with the server.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
     """Serve `host` from an app whose server is at `app.state.server`.
 
-    Loading the models begins with the app; `app.state.loaded` is the task that does it, and raises nothing.
+    The models begin to load when the app starts. The task `app.state.loaded` loads them; it raises nothing.
     """
     server = app.state.server
     server.rpc, app.state.host = None, host
@@ -94,7 +94,7 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
 
 
 async def _load(host: Host, server: Any) -> None:
-    """Load the models, unless the server has failed before; where one of the command line cannot be, it fails."""
+    """Load the models, unless the server has already failed. If a model of the command line cannot load, the server fails."""
     if server.failure is not None:
         return
     started_s = time.monotonic()
@@ -110,24 +110,24 @@ async def _load(host: Host, server: Any) -> None:
 async def _rpc(host: Host, config: ServerConfig, inference: Inference, regions: Regions | None) -> "Rpc | None":
     if config.grpc_port is None:
         return None
-    from tilewright.server.v2.rpc import Rpc  # which needs an extra
+    from tilewright.server.v2.rpc import Rpc  # needs an extra
 
     return await Rpc.start(host, config, inference.draining, regions)
 
 
 @dataclass
 class _Requests:
-    """What serve.py asks of an engine's worker, of models."""
+    """The part of an engine worker's interface that serve.py uses, for models."""
 
     host: Host
 
     @property
     def open_channels(self) -> int:
-        """Requests that are not answered."""
+        """Number of requests that are not answered yet."""
         return self.host.running
 
     def stop_all(self, reason: str) -> None:
-        """Answer what is open with an error."""
+        """Answer all open requests with an error."""
         self.host.abort(reason)
 
 
@@ -137,7 +137,7 @@ class _Named:
 
 
 class ModelServer:
-    """A server of ordinary models and of nothing else: what serve.py and the routes around the protocol ask of it."""
+    """The state of a server that serves only ordinary models, as serve.py and the routes outside the protocol use it."""
 
     def __init__(self, host: Host, config: ServerConfig):
         self.host, self.config = host, config
@@ -145,7 +145,7 @@ class ModelServer:
         self.counts = HttpCounts(lambda: len(self.connections.open) + self.connections.elsewhere, self.connections.ended)
         self.draining = False
         self.loading: Callable[[], Loading | None] = lambda: host.loading
-        """What is being loaded before the server is ready."""
+        """Returns the state of loading; None: all models are loaded."""
         self.rpc: Rpc | None = None
         self.api = "v2"
         self.failure: BaseException | None = None
@@ -161,11 +161,11 @@ class ModelServer:
         return {"status": "draining"} if self.draining else state_of(self.loading())
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while the process serves; a model that breaks is replaced, and needs no restart of the server."""
+        """GET /health: 200 while the process serves. If a model's process fails, it is replaced without a server restart."""
         return JSONResponse(self._state)
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: 200 while new requests are taken, and all models are loaded."""
+        """GET /ready: 200 while new requests are accepted and all models are loaded."""
         return JSONResponse(self._state, 200 if self._state == READY else 503)
 
     async def version(self, request: Request) -> Response:
@@ -182,12 +182,12 @@ class _Collected(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus' hook."""
+        """Called by Prometheus to collect the metrics."""
         yield from self._counts.collect()
 
 
 def create_models_app(host: Host, config: ServerConfig) -> FastAPI:
-    """The ASGI app that serves `host` alone; its `ModelServer` is at `app.state.server`."""
+    """The ASGI app that serves only `host`. Its `ModelServer` is at `app.state.server`."""
     server = ModelServer(host, config)
     app = FastAPI(title="tilewright", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server

@@ -1,8 +1,9 @@
-"""Inference requests and answers of the Open Inference Protocol over HTTP: JSON, with tensors in it or as bytes behind it.
+"""Inference requests and answers of the Open Inference Protocol over HTTP: JSON, with tensors in it or as bytes after it.
 
-A body is a JSON object. With the header `Inference-Header-Content-Length` it is that many bytes of JSON, and then the data of
-those tensors that have `binary_data_size`, in their order. What a size says is compared with the bytes that are there; a
-tensor is never allocated by its declared shape. Bytes of a request are not copied: tensors are views of the body.
+A body is a JSON object. With the header `Inference-Header-Content-Length`, the body is that many bytes of JSON, followed by the
+data of the tensors that have `binary_data_size`, in the order of the tensors. Each size is compared with the number of bytes in
+the body. Memory for a tensor is never allocated from its declared shape. The bytes of a request are not copied: tensors are
+views of the body.
 """
 
 import itertools
@@ -40,11 +41,11 @@ __all__ = [
 ]
 
 DEFAULT_PRIORITY = 100
-"""Of a request that names none, or 0; 1 is the most urgent."""
+"""The priority of a request that states none, or 0. 1 is the most urgent."""
 MAX_PRIORITY = 1 << 20
 MAX_INPUTS = 1024
 MAX_KNOWN, MAX_KNOWN_BYTES = 1024, 2048
-"""JSON heads of requests that are remembered, and the longest of them."""
+"""Most JSON heads of requests that are cached, and the greatest length of such a head in bytes."""
 UNSUPPORTED = {
     "classification": "classification is not supported: take the scores and choose",
 }
@@ -52,23 +53,23 @@ UNSUPPORTED = {
 
 @dataclass(slots=True)
 class InferRequest:
-    """A request, as far as its own words go; whether a model takes it is the model's to say."""
+    """A parsed request. It is checked against the model's signature later."""
 
     inputs: dict[str, Wire]
     outputs: dict[str, bool | None] = field(default_factory=dict)
-    """Outputs that are wanted, and whether as bytes; {}: all of them."""
+    """Name of a requested output -> whether it is sent as bytes (None: see `binary`). {}: all outputs are requested."""
     places: dict[str, Part] = field(default_factory=dict)
-    """Where outputs are wanted that are wanted in shared memory."""
+    """Name of an output that is requested in shared memory -> the part of a region to which it is written."""
     binary: bool = False
-    """Whether outputs that do not say so are wanted as bytes."""
+    """Whether outputs are sent as bytes if the request does not state it for them."""
     ask: Ask = field(default_factory=Ask)
     id: str = ""
     placings: dict[int, Placing] | None = None
-    """Serial number of a version -> its answers to this request, which is kept and wants all outputs in shared memory."""
+    """Serial number of a version -> its answer to this request. None unless the request is kept with all outputs in regions."""
 
 
 def parse_json(raw: bytes | memoryview, what: str = "the body") -> dict[str, Any]:
-    """A JSON object. Raises Refused: it is none."""
+    """Parse a JSON object; no bytes are an empty object. Raises Refused: it is not a JSON object."""
     try:
         found = json.loads(bytes(raw)) if raw else {}
     except (ValueError, RecursionError) as error:
@@ -79,13 +80,13 @@ def parse_json(raw: bytes | memoryview, what: str = "the body") -> dict[str, Any
 
 
 def inflated(raw: bytes, encoding: str, most: int) -> bytes:
-    """A body as it was before it was compressed. Raises Refused: another encoding, damaged, or larger than `most` bytes."""
+    """Decompress a body. Raises Refused: unknown encoding, damaged data, or a result of more than `most` bytes."""
     encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
         return raw
     if encoding not in ("gzip", "deflate"):
         raise Refused(f"content-encoding is {encoding[:40]!r}, wanted gzip, deflate or none")
-    unpacker = zlib.decompressobj(wbits=47)  # a header of zlib or gzip
+    unpacker = zlib.decompressobj(wbits=47)  # accepts zlib and gzip headers
     try:
         body = unpacker.decompress(raw, most + 1)
     except zlib.error:
@@ -98,7 +99,17 @@ def inflated(raw: bytes, encoding: str, most: int) -> bytes:
 
 
 def parse_infer(raw: bytes | memoryview, header_length: str | None, regions: Regions | None = None) -> InferRequest:
-    """A request from its body and its `Inference-Header-Content-Length`. Raises Refused, or NotFound: no such region."""
+    """Parse the body of a request.
+
+    Args:
+        raw: the body.
+        header_length: the value of `Inference-Header-Content-Length`, if the request has one.
+        regions: clients' shared memory; None: it is off.
+
+    Raises:
+        Refused: the request is invalid.
+        NotFound: it names a region that does not exist.
+    """
     if regions is not None and header_length is None and isinstance(raw, bytes) and (kept := regions.kept.get(raw)) is not None:
         return kept
     whole, json_bytes = memoryview(raw), len(raw)
@@ -142,24 +153,25 @@ def parse_infer(raw: bytes | memoryview, header_length: str | None, regions: Reg
 
 
 class _Known(NamedTuple):
-    """What a JSON head makes of the bytes behind it."""
+    """A JSON head that was parsed, with the layout of the bytes after it."""
 
     tensors: list[tuple[str, str, tuple[int, ...], int | Place]]
-    """(name, datatype, shape, bytes or place) of each, in the order of their bytes."""
+    """(name, datatype, shape, size in bytes or place in shared memory) of each tensor, in the order of their bytes."""
     bytes: int
+    """Number of bytes after the head."""
     places: dict[str, Place]
-    """Of outputs."""
+    """Name of an output -> its place in shared memory."""
     request: InferRequest
 
 
 _KNOWN = dict[bytes, _Known]()
 _KINDS = itertools.count()
 _HEADS = dict[tuple[Any, ...], bytes]()
-"""(kind of request, model, version, names, shapes, datatypes of the outputs) -> the JSON of answers whose tensors are bytes."""
+"""(kind of request, model, version, names, datatypes and shapes of the outputs) -> JSON of an answer without tensor data."""
 
 
 def _known(whole: memoryview, json_bytes: int, regions: Regions | None) -> InferRequest | None:
-    """A request whose JSON has been read before: clients send the same one with other numbers, over and over."""
+    """A request whose JSON was parsed before; None: it was not. Clients often send the same JSON with other tensor data."""
     if json_bytes > MAX_KNOWN_BYTES:
         return None
     said = bytes(whole[:json_bytes])
@@ -167,7 +179,7 @@ def _known(whole: memoryview, json_bytes: int, regions: Regions | None) -> Infer
         return kept
     known = _KNOWN.get(said)
     if known is None or known.bytes != len(whole) - json_bytes:
-        return None  # sizes that do not add up are said on the usual way
+        return None  # `parse_infer` reports sizes that do not add up
     at, inputs, request = json_bytes, dict[str, Wire](), known.request
     for name, datatype, shape, size in known.tensors:
         if isinstance(size, Place):
@@ -195,14 +207,14 @@ def _parameters(of: Mapping[str, Any], whose: str) -> Mapping[str, Any]:
 
 
 def part_of(regions: Regions | None, place: Place) -> Part:
-    """What lies there. Raises Refused, or NotFound."""
+    """The part of a region at a place. Raises Refused, or NotFound: no such region."""
     if regions is None:
         raise Refused(MISSING)
     return regions.part(place)
 
 
 def place_of(parameters: Mapping[str, Any], whose: str) -> Place | None:
-    """Where a tensor is in shared memory; None: it is not. Raises Refused."""
+    """The place of a tensor in shared memory; None: it is not in shared memory. Raises Refused: wrong parameters."""
     region, size = parameters.get("shared_memory_region"), parameters.get("shared_memory_byte_size")
     if region is None and size is None:
         return None
@@ -216,7 +228,7 @@ def place_of(parameters: Mapping[str, Any], whose: str) -> Place | None:
 
 
 def _input(one: Any, whole: memoryview, at: int, regions: Regions | None) -> tuple[str, Wire, int]:
-    """(name, tensor, where the next tensor's bytes begin)."""
+    """(name, tensor, offset of the next tensor's bytes in the body)."""
     if not isinstance(one, dict) or not isinstance(one.get("name"), str):
         raise Refused("an input is no object with a name")
     name = one["name"][:200]
@@ -241,7 +253,7 @@ def _input(one: Any, whole: memoryview, at: int, regions: Regions | None) -> tup
 
 
 def shape_of(said: Any, name: str) -> tuple[int, ...]:
-    """A declared shape. Raises Refused: it is none."""
+    """Check a declared shape. Raises Refused: it is not a shape."""
     if (
         not isinstance(said, list | tuple)
         or len(said) > MAX_DIMS
@@ -252,7 +264,7 @@ def shape_of(said: Any, name: str) -> tuple[int, ...]:
 
 
 def numbers(said: Any, datatype: str, shape: tuple[int, ...], name: str) -> bytes:
-    """The bytes of a tensor whose numbers stand in JSON, nested or flat. Raises Refused: they are others than declared."""
+    """The bytes of a tensor from its numbers in JSON, nested or flat. Raises Refused: they do not match datatype or shape."""
     try:
         array = np.asarray(said if isinstance(said, list) else [said])
     except (ValueError, OverflowError, RecursionError):
@@ -275,14 +287,14 @@ def numbers(said: Any, datatype: str, shape: tuple[int, ...], name: str) -> byte
         array = array.astype(wanted)
     if datatype == "BF16":
         bits = array.view(np.uint32)
-        # Round to nearest, ties to even; what is not finite only loses its lowest bits.
+        # Round to nearest, ties to even. Values that are not finite are only truncated.
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
         array = (np.where(np.isfinite(array), rounded, bits) >> 16).astype(np.uint16)
     return array.tobytes()
 
 
 def _wanted(said: Any) -> tuple[dict[str, bool | None], dict[str, Place]]:
-    """(outputs that are wanted, and whether as bytes; where they are wanted in shared memory)."""
+    """(requested outputs, each with whether it is sent as bytes; places of the outputs requested in shared memory)."""
     if said is None:
         return {}, {}
     if not isinstance(said, list) or len(said) > MAX_INPUTS:
@@ -320,7 +332,7 @@ def ask_of(parameters: Mapping[str, Any]) -> Ask:
 
 
 def placed(answer: Answer, places: Mapping[str, Part]) -> None:
-    """Write outputs to where they are wanted in shared memory. Raises Refused: no such output, or it does not go there."""
+    """Write outputs to their places in shared memory. Raises Refused: no such output, or it cannot be written there."""
     for name, part in places.items():
         wire = _output(answer, name)
         try:
@@ -337,7 +349,10 @@ def _output(answer: Answer, name: str) -> Wire:
 
 
 def answer_body(answer: Answer, request: InferRequest) -> tuple[bytes, int | None]:
-    """(the body, how many bytes of it are JSON where bytes of tensors follow). Raises Refused: no such output."""
+    """Returns (body, number of bytes of JSON before the tensors' bytes; None: all of it is JSON).
+
+    Raises Refused: the model has no such output, or JSON cannot represent a number (NaN or infinity).
+    """
     names: Sequence[str] = tuple(request.outputs) or tuple(answer.outputs)
     kind = request.ask.kind
     known = None
@@ -352,7 +367,7 @@ def answer_body(answer: Answer, request: InferRequest) -> tuple[bytes, int | Non
         said: dict[str, Any] = {"name": name, "datatype": wire.datatype, "shape": list(wire.shape)}
         binary = request.outputs.get(name)
         if name in request.places:
-            pass  # with no parameters: NVIDIA's C++ client takes any for those of bytes that follow
+            pass  # no parameters: to NVIDIA's C++ client, any parameters mean that the output's bytes follow
         elif request.binary if binary is None else binary:
             said["parameters"] = {"binary_data_size": len(wire.data)}
             blobs.append(bytes(wire.raw))

@@ -1,4 +1,4 @@
-"""What the protocol says about models: metadata, configuration, statistics, the repository's index."""
+"""Answers about models in the protocol's formats: metadata, configuration, statistics, the repository's index."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ PLATFORM = "tilewright_torch"
 
 
 def extensions_of(*, shared_memory: bool) -> tuple[str, ...]:
-    """The extensions of a server."""
+    """The protocol extensions that a server supports."""
     return (*EXTENSIONS, "system_shared_memory") if shared_memory else EXTENSIONS
 
 
 def metadata_of(model: Model, version: int | None) -> dict[str, Any]:
-    """The protocol's model metadata."""
+    """The metadata of a model, in the protocol's format."""
     numbers = [version] if version is not None else sorted(model.versions) or [1]
     return {
         "name": model.name,
@@ -37,7 +37,7 @@ def metadata_of(model: Model, version: int | None) -> dict[str, Any]:
 
 
 def config_of(model: Model) -> dict[str, Any]:
-    """The model configuration extension's, as far as it means something here."""
+    """The configuration in the format of the model configuration extension, only with the fields that apply to this server."""
     config, batched = model.config, model.signature.batched
     most = min((version.max_rows for version in model.versions.values()), default=config.max_batch)
 
@@ -74,7 +74,7 @@ def config_of(model: Model) -> dict[str, Any]:
 
 
 def stats_of(model: Model, version: int | None) -> list[dict[str, Any]]:
-    """The statistics extension's, of one version or of all."""
+    """The statistics in the format of the statistics extension, for one version or (None) for all."""
     if model.pipeline:
         return [model.stats.json(model.name, 1)]
     numbers = sorted(model.versions) if version is None else [version]
@@ -82,7 +82,7 @@ def stats_of(model: Model, version: int | None) -> list[dict[str, Any]]:
 
 
 def index_of(host: Host, *, ready: bool) -> list[dict[str, str]]:
-    """The repository extension's index: what is loaded, and what could be; with `ready`, what takes requests."""
+    """The index of the repository extension: models that are loaded or could be. With `ready`, only those that are ready."""
     found = list[dict[str, str]]()
     for model in host.models.values():
         for number in sorted(model.versions) or [1]:

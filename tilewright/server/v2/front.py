@@ -1,7 +1,7 @@
-"""A front process of a server of ordinary models: it reads and writes HTTP (fronts.py).
+"""A front: a process that reads and writes HTTP for a server of ordinary models (fronts.py).
 
-`python -m tilewright.server.v2.front STREAM MOVES`, started by the server; both are descriptors (relay.py). All deadlines of
-connections hold here, too. The process ends with the server.
+The server starts it by `python -m tilewright.server.v2.front STREAM MOVES`. Both arguments are numbers of file descriptors
+(relay.py). All deadlines of connections apply here, too. The process ends with the server.
 """
 
 import asyncio
@@ -33,19 +33,19 @@ from tilewright.server.v2.heading import MAX_BODY_BYTES, Head, Heads, Request
 from tilewright.server.v2.noted import Noted
 from tilewright.server.v2.quick import JSON
 from tilewright.server.v2.relay import (
-    AGAIN,
-    ASK,
     CANCEL,
     CLOSED,
+    DEFINE_ANSWER,
+    DEFINE_REQUEST,
     END,
     EVICT,
     IDLE,
-    KNOW,
     MAX_KNOWN,
     PAIR,
     READY,
-    SAME,
-    TOLD,
+    REPEATED_ANSWERS,
+    REPEATED_REQUESTS,
+    REQUEST,
     Arrivals,
     Frames,
     frame,
@@ -56,24 +56,24 @@ from tilewright.server.v2.room import answer
 __all__ = ["Front", "main"]
 
 MOST_CONNECTIONS = 1 << 30
-"""The server counts all of them."""
+"""No limit in this process: the server limits the connections of all processes together."""
 LOOK_AGAIN_S = 0.01
-"""Pause before a connection is given back whose client has not read its last answer."""
+"""Before a connection is given back, its client must have read all answers. This is the interval of the checks."""
 
 
 class _Waiting(NamedTuple):
-    """A request that the server answers."""
+    """A request whose answer the server has not sent yet."""
 
     noted: Noted
     done: Done
 
 
-_Words = tuple[str, str | None, bytes]
+_Content = tuple[str, str | None, bytes]
 """(path, length of the JSON if tensors follow it, body) of a request."""
 
 
 class Front(Frames):
-    """The front: passes requests on to the server, and answers back to their connections."""
+    """Forwards requests to the server, and its answers to the connections."""
 
     def __init__(self, config: ServerConfig, moves: socket.socket):
         super().__init__()
@@ -89,22 +89,22 @@ class Front(Frames):
         self._loop = asyncio.get_running_loop()
         self._waiting = dict[int, _Waiting]()
         self._numbers = itertools.count()
-        self._seen = dict[_Words, None]()
-        """Words of requests that came once."""
-        self._known = dict[_Words, int]()
-        """Words that the server knows by a number."""
-        self._told = dict[int, bytes]()
-        """Bodies of answers that the server has given a number."""
+        self._seen = dict[_Content, None]()
+        """Contents of requests that came before."""
+        self._known_requests = dict[_Content, int]()
+        """Content of requests -> the number by which the server knows it."""
+        self._known_answers = dict[int, bytes]()
+        """Number that the server has given to an answer -> the body of the answer."""
         self._unsent = list[bytes]()
-        self._again = bytearray()
-        """Pairs of requests with known words, later than `_unsent`."""
+        self._pairs = bytearray()
+        """Pairs for a REPEATED_REQUESTS message that is sent after `_unsent`."""
         self._tasks = set[asyncio.Task[None]]()
         self.over = self._loop.create_future()
 
     # ---- the server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The stream is there."""
+        """The stream to the server is connected."""
         assert isinstance(transport, asyncio.Transport)
         self._stream, arrivals = transport, Arrivals(self._moves)
         self._loop.add_reader(self._moves.fileno(), self._arrived, arrivals)
@@ -112,27 +112,27 @@ class Front(Frames):
         self.say(frame(READY))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The server has ended."""
+        """The server has ended: end this process."""
         os._exit(1)
 
     def _tick(self) -> None:
-        """The answers' date, once a second."""
+        """Update the date in the headers of answers, once per second."""
         date = formatdate(time.time(), usegmt=True).encode()
         self._state.default_headers = [(b"date", date), *self._uvicorn.encoded_headers]
         self._loop.call_later(1.0, self._tick)
 
     def say(self, message: bytes) -> None:
-        """Send a message; those of one turn of the event loop are sent together."""
-        if not (self._unsent or self._again):
+        """Send a message. The messages of one turn of the event loop are sent together."""
+        if not (self._unsent or self._pairs):
             self._loop.call_soon(self._send)
         self._end_pairs()
         self._unsent.append(message)
 
     def _end_pairs(self) -> None:
-        """Let later messages come behind the pairs that are there."""
-        if self._again:
-            self._unsent.append(frame(AGAIN, body=bytes(self._again)))
-            self._again.clear()
+        """Turn the collected pairs into a message, so that later messages are sent after them."""
+        if self._pairs:
+            self._unsent.append(frame(REPEATED_REQUESTS, body=bytes(self._pairs)))
+            self._pairs.clear()
 
     def _send(self) -> None:
         self._end_pairs()
@@ -140,26 +140,26 @@ class Front(Frames):
         self._stream.write(b"".join(unsent))
 
     def data_received(self, data: bytes) -> None:
-        """Answers of the server, or the end."""
+        """Called with bytes from the server: answers, questions about idle connections, or END."""
         answers = list[tuple[int, int, bytes, bytes]]()
         for kind, number, text, body in self.messages(data):
-            if kind == SAME:
-                told = self._told
-                answers += [(one, 200, JSON, told[words]) for one, words in PAIR.iter_unpack(body)]
+            if kind == REPEATED_ANSWERS:
+                bodies = self._known_answers
+                answers += [(request, 200, JSON, bodies[known]) for request, known in PAIR.iter_unpack(body)]
             elif kind in (IDLE, EVICT):
                 self.say(answer(self.pool, kind, number))
-            elif kind == TOLD:
-                self._told[number] = body
+            elif kind == DEFINE_ANSWER:
+                self._known_answers[number] = body
             elif kind == END:
                 self._loop.create_task(self._end()).add_done_callback(lambda _: self.over.set_result(None))
             else:
                 answers.append((number, kind, text, body))
-        for number, *words in answers:
+        for number, *found in answers:
             if (one := self._waiting.pop(number, None)) is not None:
-                one.done(partial(one.noted.answer, *words), alone=len(answers) == 1)
+                one.done(partial(one.noted.answer, *found), alone=len(answers) == 1)
 
     async def _end(self) -> None:
-        """Close all connections, those with an answer under way after it."""
+        """Close all connections. Those with an answer in progress are closed after it."""
         for connection in list(self.pool.open):
             connection.shutdown()
         end_s = time.monotonic() + FLUSH_TIMEOUT_S
@@ -190,8 +190,8 @@ class Front(Frames):
         protocol.data_received(data)
 
     def give_back(self, connection: "FrontConnection", data: bytes) -> bool:
-        """Give a connection back to the server; return whether it has it."""
-        self._moves.setblocking(True)  # the server always receives
+        """Give a connection back to the server. Returns whether that succeeded."""
+        self._moves.setblocking(True)  # blocks only briefly, because the server always receives
         try:
             move(self._moves, connection.socket, data)
         except OSError:
@@ -203,7 +203,7 @@ class Front(Frames):
     # ---- requests
 
     def take(self, data: bytes | bytearray, client: str) -> Taken | object | None:
-        """The request that the data begins with, `PARTIAL`, or None: the server's."""
+        """The request at the start of the data; `PARTIAL`: it is incomplete; None: the server has to handle it."""
         found = self._heads.find(data)
         if not isinstance(found, Request):
             return found
@@ -212,29 +212,29 @@ class Front(Frames):
     def _begin(self, head: Head, body: bytes, client: str, done: Done) -> Callable[[], object]:
         number = next(self._numbers) & 0xFFFFFFFF
         self._waiting[number] = _Waiting(Noted(self._counts, head, client), done)
-        words = None if len(body) > MAX_KNOWN_BYTES else self._number((head.path, head.json_bytes, body))
-        if words is None:
-            self.say(frame(ASK, number, _named(head.path, head.json_bytes), body))
+        known = None if len(body) > MAX_KNOWN_BYTES else self._number((head.path, head.json_bytes, body))
+        if known is None:
+            self.say(frame(REQUEST, number, _named(head.path, head.json_bytes), body))
         else:
-            if not (self._unsent or self._again):
+            if not (self._unsent or self._pairs):
                 self._loop.call_soon(self._send)
-            self._again += PAIR.pack(number, words)
+            self._pairs += PAIR.pack(number, known)
         return partial(self._cancel, number)
 
-    def _number(self, words: _Words) -> int | None:
-        """The number by which the server knows the words of a request; None: they came for the first time."""
-        number = self._known.get(words)
+    def _number(self, content: _Content) -> int | None:
+        """The number by which the server knows the content of a request; None: the content came for the first time."""
+        number = self._known_requests.get(content)
         if number is not None:
             return number
-        if words not in self._seen:
+        if content not in self._seen:
             if len(self._seen) >= MAX_KNOWN:
                 self._seen.clear()
-            self._seen[words] = None
+            self._seen[content] = None
             return None
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        number = self._known[words] = len(self._known)
-        self.say(frame(KNOW, number, _named(*words[:2]), words[2]))
+        if len(self._known_requests) >= MAX_KNOWN:
+            self._known_requests.clear()
+        number = self._known_requests[content] = len(self._known_requests)
+        self.say(frame(DEFINE_REQUEST, number, _named(*content[:2]), content[2]))
         return number
 
     def _cancel(self, number: int) -> None:
@@ -243,12 +243,12 @@ class Front(Frames):
 
 
 def _named(path: str, json_bytes: str | None) -> bytes:
-    """The text of a message with a request."""
+    """The text of a message that contains a request."""
     return f"{path}\0{json_bytes or ''}".encode()
 
 
 class FrontConnection(Connection):
-    """A connection, which goes back to the server with whatever the front does not understand."""
+    """A connection. When it receives bytes that the front does not understand, it goes back to the server with them."""
 
     def __init__(self, *args: Any, front: Front, **kwargs: Any):
         super().__init__(*args, pool=front.pool, **kwargs)
@@ -256,7 +256,7 @@ class FrontConnection(Connection):
         self._returned = False
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the client."""
+        """Called with bytes from the client."""
         if self.lingering or self._takes(self._pool.shortcuts, data):
             return
         held = bytes(self._held) + data
@@ -266,7 +266,7 @@ class FrontConnection(Connection):
     def _give_back(self, data: bytes) -> None:
         if self._real.is_closing():
             return
-        if self._real.get_write_buffer_size():  # the answers go out in their order
+        if self._real.get_write_buffer_size():  # earlier answers have to be sent first
             self._real.pause_reading()
             self.loop.call_later(LOOK_AGAIN_S, self._give_back, data)
             return
@@ -274,7 +274,7 @@ class FrontConnection(Connection):
         self.abort()
 
     def _late(self) -> None:
-        """A deadline is over: the server has an answer for who sent a part of a request."""
+        """Called after a deadline. If the client has sent a part of a request, the server gets the connection and answers."""
         if self._held and self._due_s is not None and self.loop.time() >= self._due_s:
             held, self._deadline = bytes(self._held), None
             self._hold(b"")
@@ -283,7 +283,7 @@ class FrontConnection(Connection):
             super()._late()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, or the server's again."""
+        """The connection is closed, or it has gone back to the server."""
         super().connection_lost(exc)
         if not self._returned:
             self._front.say(frame(CLOSED, text=(self.ended_for or "").encode()))
@@ -298,7 +298,7 @@ async def _serve(config: ServerConfig, stream: socket.socket, moves: socket.sock
 
 
 def main(stream: socket.socket, moves: socket.socket) -> None:
-    """Serve until the server ends this process or itself."""
+    """Serve until the server sends END or ends itself."""
     fields = json.loads(moves.recv(1 << 16))
     if fields["cors_origins"] is not None:
         fields["cors_origins"] = tuple(fields["cors_origins"])

@@ -1,11 +1,12 @@
 """Processes that speak HTTP for a server of ordinary models, so that one core does not limit how many requests it answers.
 
-The server accepts every connection. One that sends several plain inference requests (heading.py) goes to the front that has
-the fewest connections. The front (front.py) reads its requests and passes their bodies on; the server computes the answers,
-and the front writes them. What a front does not understand comes back, the connection with it, which then stays.
+The server accepts every connection. When a connection has sent several plain inference requests (heading.py), it moves to the
+front that has the fewest connections. The front (front.py) reads the requests and forwards their bodies to the server. The
+server computes the answers, and the front writes them. If a front receives bytes that it does not understand, it gives them and
+the connection back to the server. That connection then stays with the server.
 
-So everything but the reading and writing of HTTP is in one process, with and without fronts: models, batches, regions of shared
-memory, statistics. A front that ends takes its connections with it, and is started again.
+So one process does everything except reading and writing HTTP, with and without fronts: it manages models, batches, regions of
+shared memory and statistics. If a front ends, its connections are lost and a new front is started.
 """
 
 import asyncio
@@ -28,20 +29,20 @@ from tilewright.server.metrics import HttpCounts
 from tilewright.server.v2.heading import Head, Heads, Request
 from tilewright.server.v2.quick import JSON, Pending, begin
 from tilewright.server.v2.relay import (
-    AGAIN,
-    ASK,
     CANCEL,
     CLOSED,
+    DEFINE_ANSWER,
+    DEFINE_REQUEST,
     END,
     EVICT,
     IDLE,
-    KNOW,
     MAX_KNOWN,
     MAX_MOVED_BYTES,
     PAIR,
     READY,
-    SAME,
-    TOLD,
+    REPEATED_ANSWERS,
+    REPEATED_REQUESTS,
+    REQUEST,
     Arrivals,
     Frames,
     frame,
@@ -52,11 +53,11 @@ from tilewright.server.v2.room import Rooms
 __all__ = ["Fronts"]
 
 MOVES_AFTER = 3
-"""Plain requests of a connection that the server answers itself: one that lives shortly is not worth moving."""
-AGAIN_S = 1.0
-"""Pause before a front that ended is started again."""
+"""The server itself answers this many plain requests of a connection first: moving a short-lived connection does not pay."""
+RESTART_DELAY_S = 1.0
+"""Delay before a front that ended is replaced."""
 END_S = 12.0
-"""Time for fronts to write their last answers, before they are killed."""
+"""Time that the fronts have to write their last answers before they are killed."""
 
 FAILED = json.dumps({"error": "the server failed on this request; its log has the traceback"}).encode()
 
@@ -68,12 +69,12 @@ class Fronts:
 
     Args:
         host: the models.
-        config: of the server; `fronts` is their number.
-        connections: those of this process.
+        config: of the server; `fronts` is the number of fronts.
+        connections: the connections of this process.
         heads: finds plain requests.
-        counts: of requests.
-        draining: whether new requests are refused.
-        regions: clients' memory; None: there is none.
+        counts: counts the requests.
+        draining: returns whether new requests are refused.
+        regions: clients' shared memory; None: it is off.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Fronts:
         self._closing = False
 
     def start(self) -> None:
-        """Start all of them; until they are ready, the server does everything itself."""
+        """Start all fronts. Until they are ready, the server does everything itself."""
         for _ in range(self._config.fronts or 0):
             self._start_one()
         self.connections.away, self.connections.room_elsewhere = self.take, self.rooms.ask
@@ -106,7 +107,7 @@ class Fronts:
             self.do(self._started())
 
     def do(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have something done beside."""
+        """Run a coroutine in a task of its own."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -127,7 +128,7 @@ class Fronts:
         await self._loop.create_unix_connection(lambda: link, sock=stream)
 
     def take(self, connection: Connection, data: bytes) -> bool:
-        """Give a connection to a front, if its next request, which the data begins with, is a plain one."""
+        """Give a connection to a front if the request at the start of the data is plain. Returns whether a front has it now."""
         if self.draining() or len(data) > MAX_MOVED_BYTES or not isinstance(self._heads.find(data), Request):
             return False
         connection.plain += 1
@@ -137,17 +138,17 @@ class Fronts:
         return min(ready, key=lambda link: link.connections).give(connection, data)
 
     def lost(self, link: "_Link") -> None:
-        """A front has ended."""
+        """Called when a front has ended."""
         self._links.discard(link)
         self.connections.elsewhere -= link.connections
         link.connections = 0
         self.rooms.lost(link)
         if not self._closing:
             logger.error("a front process ended; another is started")
-            self._loop.call_later(AGAIN_S, self._start_one)
+            self._loop.call_later(RESTART_DELAY_S, self._start_one)
 
     async def returned(self, connection: socket.socket, data: bytes) -> None:
-        """Go on with a connection that a front gives back."""
+        """Serve a connection that a front has given back."""
         make = self.connections.make
         assert make is not None
         try:
@@ -159,7 +160,7 @@ class Fronts:
         protocol.data_received(data)
 
     async def close(self) -> None:
-        """End the fronts, once they have written what is answered."""
+        """End the fronts after they have written the answers that are ready."""
         self._closing, self.connections.away, self.connections.room_elsewhere = True, None, None
         for task in self._tasks:
             task.cancel()
@@ -175,7 +176,7 @@ class Fronts:
 
 
 class _Link(Frames):
-    """A front, as the server sees it."""
+    """The server's end of the two sockets to a front."""
 
     def __init__(self, fronts: Fronts, process: "subprocess.Popen[bytes]", moves: socket.socket):
         super().__init__()
@@ -183,24 +184,24 @@ class _Link(Frames):
         self._fronts, self._moves, self._arrivals = fronts, moves, Arrivals(moves)
         self._loop = asyncio.get_running_loop()
         self._open = dict[int, _Passed]()
-        """Requests that are not answered."""
+        """Number -> request that is not answered yet."""
         self._keys = dict[bytes, _Key]()
-        self._known = dict[int, tuple[_Key, bytes]]()
-        """Number of a request's words -> its key and body."""
-        self._told = dict[bytes, int]()
+        self._known_requests = dict[int, tuple[_Key, bytes]]()
+        """Number of a request's content -> the content, as key and body."""
+        self._known_answers = dict[bytes, int]()
         """Body of an answer -> the number by which the front knows it."""
         self._made = list[_Passed]()
-        """Requests whose answers can be made."""
+        """Requests whose answers can be created."""
         self._stream: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The stream is there."""
+        """The stream to the front is connected."""
         assert isinstance(transport, asyncio.Transport)
         self._stream = transport
         self._loop.add_reader(self._moves.fileno(), self._returned)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The front has ended."""
+        """The front has ended: give up its requests."""
         self.ready = False
         self._loop.remove_reader(self._moves.fileno())
         self._moves.close()
@@ -211,16 +212,16 @@ class _Link(Frames):
         self._loop.run_in_executor(None, self.process.wait)
 
     def data_received(self, data: bytes) -> None:
-        """Messages of the front."""
+        """Called with messages from the front."""
         for kind, number, text, body in self.messages(data):
-            if kind == AGAIN:
-                known = self._known
-                for asked, words in PAIR.iter_unpack(body):
-                    self._ask(asked, *known[words])
-            elif kind == ASK:
-                self._ask(number, self._key(text), body)
-            elif kind == KNOW:
-                self._known[number] = self._key(text), body
+            if kind == REPEATED_REQUESTS:
+                known = self._known_requests
+                for request, content in PAIR.iter_unpack(body):
+                    self._begin(request, *known[content])
+            elif kind == REQUEST:
+                self._begin(number, self._key(text), body)
+            elif kind == DEFINE_REQUEST:
+                self._known_requests[number] = self._key(text), body
             elif kind == CANCEL:
                 if (one := self._open.pop(number, None)) is not None:
                     one.give_up()
@@ -242,7 +243,7 @@ class _Link(Frames):
     # ---- connections
 
     def give(self, connection: Connection, data: bytes) -> bool:
-        """Give the front a connection, and the bytes that came; return whether it has it."""
+        """Give the front a connection and the bytes that have arrived on it. Returns whether the front has it now."""
         try:
             move(self._moves, connection.socket, data)
         except OSError:  # the front is busy, or has ended
@@ -257,7 +258,7 @@ class _Link(Frames):
             arrived = self._arrivals.next()
         except BlockingIOError:
             return
-        except (OSError, EOFError):  # the end of the stream is noticed, too
+        except (OSError, EOFError):  # `connection_lost` handles the end of a front
             self._loop.remove_reader(self._moves.fileno())
             return
         if arrived is not None:
@@ -275,7 +276,7 @@ class _Link(Frames):
             found = self._keys[text] = _Key(head, self._fronts.counts.route(head.path))
         return found
 
-    def _ask(self, number: int, key: "_Key", body: bytes) -> None:
+    def _begin(self, number: int, key: "_Key", body: bytes) -> None:
         one, fronts = _Passed(self, number, key.route), self._fronts
         self._open[number] = one
         if fronts.draining():
@@ -284,7 +285,7 @@ class _Link(Frames):
             begin(fronts.host, fronts.regions, key.head, body, one)
 
     def answered(self, one: "_Passed", *, alone: bool) -> None:
-        """The answer of a request can be made. Those of one turn of the event loop are sent together."""
+        """Called when the answer of a request can be created. The answers of one turn of the event loop are sent together."""
         if self._open.pop(one.number, None) is None:
             return  # nobody waits for it any more
         self._made.append(one)
@@ -296,17 +297,17 @@ class _Link(Frames):
             self._loop.call_soon(self._send)
 
     def _send(self) -> None:
-        made, sent, same, done, counts = self._made, list[bytes](), list[bytes](), 0, self._fronts.counts.requests
+        made, sent, repeated, done, counts = self._made, list[bytes](), list[bytes](), 0, self._fronts.counts.requests
         self._made = []
         try:
             for one in made:
                 done += 1
                 try:
                     if (body := one.again()) is not None:
-                        words = self._told.get(body)
-                        if words is None:
-                            words = self._tell(body, sent, same)
-                        same.append(PAIR.pack(one.number, words))
+                        known = self._known_answers.get(body)
+                        if known is None:
+                            known = self._define_answer(body, sent, repeated)
+                        repeated.append(PAIR.pack(one.number, known))
                         counts[one.route, 200] += 1
                     else:
                         status, headers, body = one.made()
@@ -316,24 +317,24 @@ class _Link(Frames):
                     sent.append(frame(500, one.number, JSON, FAILED))
                     raise  # to the event loop, which logs it
         finally:
-            # What one request ran into is its own: the others are answered.
+            # An error affects only its own request: the others are still answered.
             if done < len(made):
                 self._made = made[done:] + self._made
                 self._loop.call_soon(self._send)
-            if same:
-                sent.append(frame(SAME, body=b"".join(same)))
+            if repeated:
+                sent.append(frame(REPEATED_ANSWERS, body=b"".join(repeated)))
             assert self._stream is not None
             self._stream.write(b"".join(sent))
 
-    def _tell(self, body: bytes, sent: list[bytes], same: list[bytes]) -> int:
-        """Tell the front the body of an answer; return the number by which it knows the body from now on."""
-        if same:  # these pairs have numbers that may begin again now
-            sent.append(frame(SAME, body=b"".join(same)))
-            same.clear()
-        if len(self._told) >= MAX_KNOWN:
-            self._told.clear()
-        number = self._told[body] = len(self._told)
-        sent.append(frame(TOLD, number, body=body))
+    def _define_answer(self, body: bytes, sent: list[bytes], repeated: list[bytes]) -> int:
+        """Send the body of an answer to the front, with a new number. Returns the number."""
+        if repeated:  # send these pairs first: their numbers may be used again below
+            sent.append(frame(REPEATED_ANSWERS, body=b"".join(repeated)))
+            repeated.clear()
+        if len(self._known_answers) >= MAX_KNOWN:
+            self._known_answers.clear()
+        number = self._known_answers[body] = len(self._known_answers)
+        sent.append(frame(DEFINE_ANSWER, number, body=body))
         return number
 
     def say(self, message: bytes) -> None:
@@ -342,7 +343,7 @@ class _Link(Frames):
         self._stream.write(message)
 
     def end(self) -> None:
-        """Have the front close its connections, and end."""
+        """Make the front close its connections and end."""
         if self._stream is None:
             self.process.kill()
         else:
@@ -350,7 +351,7 @@ class _Link(Frames):
 
 
 class _Passed(Pending):
-    """A request that a front has passed on."""
+    """A request that a front has forwarded."""
 
     __slots__ = ("_link", "number", "route")
 
@@ -363,15 +364,15 @@ class _Passed(Pending):
 
 
 class _Key(NamedTuple):
-    """What a front says of a request besides its body."""
+    """The information about a request that a front sends in addition to its body."""
 
     head: Head
     route: str
-    """What its path is counted as."""
+    """The route under which the request is counted."""
 
 
 def _head_of(key: bytes) -> Head:
-    """The head that a front names by its path and the length of its JSON."""
+    """The head of a request, from the text of a front's message: its path and the length of its JSON."""
     path, _, json_bytes = key.decode().partition("\0")
-    words = path.split("/")  # /v2/models/NAME[/versions/N]/infer
-    return Head(path, words[3], words[5] if len(words) > 5 else None, 0, json_bytes or None, None)
+    parts = path.split("/")  # /v2/models/NAME[/versions/N]/infer
+    return Head(path, parts[3], parts[5] if len(parts) > 5 else None, 0, json_bytes or None, None)

@@ -1,6 +1,6 @@
 """Heads of the inference requests that a shortcut answers: `POST /v2/models/NAME/infer` with a plain head (heads.py).
 
-A head that came before is not read again: clients send the same one over and over.
+Parsed heads are cached, because clients send the same head over and over.
 """
 
 import re
@@ -17,28 +17,29 @@ from tilewright.server.shortcut import PARTIAL
 __all__ = ["MAX_BODY_BYTES", "START", "Head", "Heads", "Request"]
 
 MAX_BODY_BYTES = 64 << 10
-"""Of JSON."""
+"""Most bytes of JSON in a body."""
 MAX_HEADS = 1024
-"""Heads that are remembered."""
+"""Most heads that are cached."""
 START = b"POST /v2/models/"
 PATH = re.compile(rb"/v2/models/([A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:/versions/([0-9]{1,9}))?/infer")
 
 
 class Head(NamedTuple):
-    """What a head says."""
+    """The content of a head."""
 
     path: str
     model: str
     version: str | None
     body_bytes: int
     json_bytes: str | None
+    """The value of `Inference-Header-Content-Length`."""
     request_id: str | None
     trace: dict[str, str] | None = None
-    """Headers that say whose trace it belongs to."""
+    """The headers that state to which trace the request belongs. None: traces are off."""
 
 
 class Request(NamedTuple):
-    """A request that data begins with: its head, where its body begins and where it ends."""
+    """A request at the start of the data: its head, and where its body begins and ends."""
 
     head: Head
     begin: int
@@ -46,12 +47,12 @@ class Request(NamedTuple):
 
 
 class Heads:
-    """Finds the requests of a shortcut.
+    """Finds the requests that a shortcut answers.
 
     Args:
-        gate: refuses who may not come in, as on the usual way.
-        counts: whose tracer, if there is one, wants headers.
-        most_bytes: of a body with tensors as bytes; there are at most `MAX_BODY_BYTES` of JSON.
+        gate: refuses requests that fail a check, as it does for requests to the web framework.
+        counts: has the tracer, if there is one. The tracer needs some headers.
+        most_bytes: limit for a body with tensors as bytes. The JSON in any body is limited to `MAX_BODY_BYTES`.
     """
 
     def __init__(self, gate: Gate, counts: HttpCounts, most_bytes: int):
@@ -59,7 +60,7 @@ class Heads:
         self._heads: OrderedDict[bytes, Head] = OrderedDict()
 
     def find(self, data: bytes | bytearray) -> Request | object | None:
-        """The request that the data begins with, `PARTIAL`, or None: the usual way."""
+        """The request at the start of the data; `PARTIAL`: it is incomplete; None: the web framework has to handle it."""
         if not data.startswith(START):
             return PARTIAL if START.startswith(bytes(data[: len(START)])) else None
         end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
@@ -73,7 +74,7 @@ class Heads:
         return PARTIAL if len(data) < whole else Request(head, end + 4, whole)
 
     def _read(self, raw: bytes) -> Head | None:
-        """A head that was not seen before; None: it is unusual."""
+        """Parse a head that is not cached; None: it is unusual, or the request is refused."""
         plain = plain_head(raw, self._most)
         path = None if plain is None or plain.close else PATH.fullmatch(plain.target)
         if plain is None or path is None:
@@ -81,7 +82,7 @@ class Heads:
         fields, where = plain.fields, plain.target.decode()
         if plain.body_bytes > MAX_BODY_BYTES and not _binary(fields.get("inference-header-content-length", "")):
             return None
-        # Asked last: a wrong key is counted, and what is refused is asked again on the usual way.
+        # Not counted: a refused request goes to the web framework, which checks and refuses it again, and counts a wrong key.
         if self._gate.refusal("POST", where, Headers(fields), counted=False) is not None:
             return None
         version = None if path[2] is None else path[2].decode()
@@ -98,5 +99,5 @@ class Heads:
 
 
 def _binary(json_bytes: str) -> bool:
-    """Whether what stands before the tensors' bytes is short enough to be read where it arrives."""
+    """Whether the JSON before the tensors' bytes is short enough to be parsed on the event loop."""
     return json_bytes.isascii() and json_bytes.isdecimal() and len(json_bytes) <= 6 and int(json_bytes) <= MAX_BODY_BYTES

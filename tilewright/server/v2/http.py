@@ -1,4 +1,4 @@
-"""Routes of the Open Inference Protocol v2, and POST /predict/NAME beside it.
+"""Routes of the Open Inference Protocol v2, and POST /predict/NAME.
 
     GET  /v2  /v2/health/live  /v2/health/ready                    the server
     GET  /v2/models/NAME[/versions/N]                              metadata; /ready, /config and /stats below it
@@ -8,7 +8,7 @@
     POST /v2/systemsharedmemory/region/NAME/register  [/region/NAME]/unregister
     POST /predict/NAME                                             JSON, CSV or an image (predict.py)
 
-Errors are the protocol's: `{"error": sentence}`.
+Errors have the format of the protocol: `{"error": sentence}`.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ STATUS: dict[type[HostError], int] = {
     Expired: 504,
 }
 INLINE_BYTES = 64 << 10
-"""Bodies whose JSON is larger are read on a thread: nobody else should wait for it."""
+"""Larger JSON is parsed, and larger answers are encoded, in a thread, so that they do not block the event loop."""
 
 
 def failure(error: HostError) -> tuple[int, dict[str, str], bytes]:
-    """(status, headers, body) of an error."""
+    """(status, headers, body) of the answer for an error."""
     headers = {"content-type": "application/json"}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -58,12 +58,12 @@ def failure(error: HostError) -> tuple[int, dict[str, str], bytes]:
 
 
 def noted(ask: Ask, span: RequestSpan | None) -> Ask:
-    """What a request says, with the span that hears what it waits for."""
+    """The options of a request, extended so that the periods of the request are recorded in its span."""
     return ask if span is None else dataclasses.replace(ask, note=span.child)
 
 
 async def answered(host: Host, name: str, version: str | None, asked: InferRequest, span: RequestSpan | None) -> Answer:
-    """The answer of a request, its outputs where they are wanted in shared memory. Raises HostError."""
+    """Compute the answer to a request, and write the outputs that it wants in shared memory. Raises HostError."""
     answer = await host.infer(name, version, asked.inputs, noted(asked.ask, span))
     if sum(map(len, asked.places.values())) <= INLINE_REGION_BYTES:
         placed(answer, asked.places)
@@ -79,7 +79,7 @@ def _error(request: Request, error: Exception) -> Response:
 
 
 class Inference:
-    """The endpoints around one host. `regions` is clients' memory; None: there is none."""
+    """The endpoints of one host. `regions` is clients' shared memory; None: it is off."""
 
     def __init__(self, host: Host, config: ServerConfig, regions: Regions | None = None):
         self.host, self.config, self.regions = host, config, regions
@@ -87,7 +87,7 @@ class Inference:
         self.draining: Callable[[], bool] = lambda: False
 
     def install(self, app: FastAPI) -> frozenset[str]:
-        """Add the routes to an app; their paths."""
+        """Add the routes to an app. Returns the paths that have no parameters."""
         for kind in STATUS:
             app.add_exception_handler(kind, _error)
         gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -121,7 +121,7 @@ class Inference:
                     app.add_route(versioned, endpoint, methods=[method])
         return frozenset(path for path in (*gets, *posts) if "{" not in path)
 
-    # ---- about
+    # ---- information
 
     async def server(self, request: Request) -> Response:
         """GET /v2."""
@@ -133,7 +133,7 @@ class Inference:
         return Response(status_code=200)
 
     async def ready(self, request: Request) -> Response:
-        """GET /v2/health/ready: 200 while requests are taken and every model takes them."""
+        """GET /v2/health/ready: 200 while the server and every model accept requests."""
         if (loading := self.host.loading) is not None:
             return JSONResponse(state_of(loading), 503)
         ready = not self.draining() and all(model.ready for model in self.host.models.values())

@@ -1,9 +1,9 @@
 """The messages of the Open Inference Protocol over gRPC, described at run time.
 
-`MESSAGES` is the protocol's public description in short: message -> fields, each a name, its number and its type, with `*` for
-a repeated field, `{}` for a map from text, `|` for one of several. Only what this server reads or writes is here: a field that
-is left out is skipped when it arrives, as protobuf wants it. The descriptors live in a pool of their own, so that a client
-library of the same protocol can be imported beside them.
+`MESSAGES` is a short form of the protocol's public description: message -> fields. Each field is a name, a number and a type.
+The type is followed by `*` if the field is repeated, by `{}` if it is a map with string keys, and by `|` if it is in a oneof.
+Only fields that this server reads or writes are listed. Other fields are skipped when they arrive, as protobuf requires. The
+descriptors are in a pool of their own, so that a client library of the same protocol can be imported in the same process.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "SystemSharedMemoryRegister": ("SystemSharedMemoryRegisterRequest", "SystemSharedMemoryRegisterResponse"),
     "SystemSharedMemoryUnregister": ("SystemSharedMemoryUnregisterRequest", "SystemSharedMemoryUnregisterResponse"),
 }
-"""Calls with one request and one answer -> (request, answer). ModelStreamInfer has streams of both."""
+"""Unary call -> (its request, its response). ModelStreamInfer is not here, because it streams both."""
 
 NAMED = "name 1 string, version 2 string"
 TENSOR = "name 1 string, datatype 2 string, shape 3 int64*, parameters 4 InferParameter{}, contents 5 InferTensorContents"
@@ -115,7 +115,7 @@ Field = descriptor_pb2.FieldDescriptorProto
 
 
 def _field(into: Any, words: str) -> None:
-    """Add a field, "name number type" with what stands behind the type, to a message's description."""
+    """Add a field to a message's description. `words` is "name number type", as in `MESSAGES`."""
     name, number, kind = words.split()
     field = into.field.add(name=name, number=int(number), label=Field.LABEL_OPTIONAL)
     if kind.endswith("{}"):

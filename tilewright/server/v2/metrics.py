@@ -1,4 +1,4 @@
-"""What /metrics says of ordinary models, by model and version."""
+"""Metrics of ordinary models for /metrics, by model and version."""
 
 from collections.abc import Iterator
 
@@ -13,13 +13,13 @@ LABELS = ("model", "version")
 
 
 class HostMetrics(Collector):
-    """Numbers of one host, read when they are asked for."""
+    """Metrics of one host. They are read from it when Prometheus collects them."""
 
     def __init__(self, host: Host):
         self._host = host
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus' hook."""
+        """Called by Prometheus to collect the metrics."""
         versions = [(name, str(n), v) for name, m in self._host.models.items() for n, v in m.versions.items()]
         counters = {
             "model_inferences": ("Rows that were answered", lambda v: v.stats.inferences),

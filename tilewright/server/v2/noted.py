@@ -1,4 +1,4 @@
-"""What the log and the counts say of a request that a shortcut answers."""
+"""Log lines and counts for requests that a shortcut answers."""
 
 import time
 
@@ -21,7 +21,7 @@ class Noted:
         self._started_s, self.id = time.perf_counter(), request_id_from(head.request_id or "")
 
     def answer(self, status: int, headers: bytes, body: bytes, span: RequestSpan | None = None) -> Short:
-        """The answer with the request's id. It is counted and noted in the log, and the span ends."""
+        """The answer, with the request's id in its headers. Also counts it, writes the log line and ends the span."""
         note(
             self._counts,
             method="POST",

@@ -1,4 +1,4 @@
-"""Answers whose outputs are all in shared memory, kept for the next request with the same bytes."""
+"""Answers whose outputs are all in shared memory. They are kept for the next request with the same bytes."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -11,20 +11,20 @@ __all__ = ["Placing"]
 
 
 class Placing(NamedTuple):
-    """An answer to a request: only the bytes of its outputs differ from one time to the next."""
+    """A kept answer. When the same request comes again, only the bytes of the outputs differ."""
 
     writes: tuple[tuple[int, Part, str, tuple[int, ...]], ...]
-    """(number of the output, where its bytes go, datatype, shape) of each."""
+    """(number of the output, part of shared memory for its bytes, datatype, shape) of each output."""
     body: bytes
 
     @classmethod
     def of(cls, names: Sequence[str], places: Mapping[str, Part], outputs: Sequence[Wire], body: bytes) -> "Placing":
-        """The answer with these outputs, which have these names, and this body; `places` says where each output goes."""
+        """Make one from an answer's outputs and body. `places`: name of an output -> the part to which it is written."""
         found = [(number, places[name], *outputs[number][:2]) for number, name in enumerate(names) if name in places]
         return cls(tuple(found), body)
 
     def placed(self, outputs: Sequence[Wire]) -> bool:
-        """Write outputs; return whether they were written: they are those of the answer, and there is room for them."""
+        """Write the outputs of a repeated request. Returns False if their datatypes or shapes differ, or they do not fit."""
         try:
             for number, part, datatype, shape in self.writes:
                 wire = outputs[number]

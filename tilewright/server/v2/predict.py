@@ -1,14 +1,14 @@
-"""POST /predict/NAME: a model without a protocol, for a browser, a spreadsheet or curl.
+"""POST /predict/NAME: inference without a special protocol, for a browser, a spreadsheet or curl.
 
 | content type                | the body                                                                                      |
 |-----------------------------|-----------------------------------------------------------------------------------------------|
-| application/json            | {"x": [[...], ...]} by the inputs' names, or the bare list where there is one input           |
-| text/csv                    | a table of numbers, a row a line, for a model of one input [rows, columns]; a line of column  |
-|                             | names may stand first                                                                         |
-| image/png, image/jpeg ...   | an image, for a model of one input [rows, 1 or 3, height, width]: cut to the model's shape in |
-|                             | the middle, resized, from 0 to 1 (UINT8 models: 0 to 255)                                     |
+| application/json            | {"x": [[...], ...]} with the names of the inputs, or only the list if there is one input      |
+| text/csv                    | a table of numbers, one row per line, for a model with one input [rows, columns]; the first   |
+|                             | line may contain column names                                                                 |
+| image/png, image/jpeg ...   | an image, for a model with one input [rows, 1 or 3, height, width]. The image is cropped at   |
+|                             | the center to the aspect ratio of the input, and resized. Values are 0 to 1 (UINT8: 0 to 255) |
 
-The answer is {"model", "version", "outputs": {name: nested lists}}, or CSV where `Accept` asks for text/csv.
+The answer is {"model", "version", "outputs": {name: nested lists}}, or CSV if `Accept` is text/csv.
 """
 
 import csv
@@ -30,18 +30,18 @@ from tilewright.server.v2.codec import DEFAULT_PRIORITY, numbers, shape_of
 __all__ = ["Predicting", "predict"]
 
 MAX_PIXELS = 64 << 20
-"""Of an image, before it is decoded."""
+"""Most pixels of an image; checked before it is decoded."""
 
 
 @dataclass
 class Predicting:
-    """A request in the model's own terms."""
+    """The inputs and options of a request."""
 
     inputs: dict[str, Wire]
     ask: Ask = field(default_factory=lambda: Ask(priority=DEFAULT_PRIORITY))
 
     def answered(self, answer: Answer, accept: str) -> tuple[str, Any]:
-        """(media type, the answer). Raises Refused: the answer is no table, or has numbers that JSON does not have."""
+        """(media type, answer). Raises Refused: the outputs are not a table, or have numbers that JSON cannot represent."""
         arrays = {name: array_of(wire) for name, wire in answer.outputs.items()}
         if accept.partition(";")[0].strip() == "text/csv":
             return "text/csv", _table(arrays)
@@ -52,7 +52,7 @@ class Predicting:
 
 
 def predict(signature: Signature, raw: bytes, content_type: str) -> Predicting:
-    """The model's inputs from a body. Raises Refused."""
+    """Read the inputs of a model from a body. Raises Refused."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind in ("application/json", ""):
         return Predicting(_json(signature, raw))
@@ -80,7 +80,7 @@ def _json(signature: Signature, raw: bytes) -> dict[str, Wire]:
 
 
 def _nested(spec: TensorSpec, value: Any) -> Wire:
-    """A tensor whose shape is that of nested lists; one row may stand without its list."""
+    """A tensor with the shape of the nested lists. For a single row the outermost list may be missing."""
     shape, inside = list[int](), value
     while isinstance(inside, list) and len(shape) <= len(spec.shape):
         shape.append(len(inside))
@@ -113,7 +113,7 @@ def _csv(signature: Signature, raw: bytes) -> dict[str, Wire]:
         except ValueError:
             if number:
                 raise Refused(f"line {number + 1} of the CSV has a cell that is no number: {','.join(line)[:80]!r}") from None
-            continue  # the columns' names
+            continue  # a line of column names
         if len(table[-1]) != len(table[0]):
             raise Refused(f"line {number + 1} of the CSV has {len(table[-1])} cells, and the first {len(table[0])}")
     if not table:
@@ -155,7 +155,7 @@ def _image(signature: Signature, raw: bytes) -> dict[str, Wire]:
 
 
 def _table(arrays: dict[str, np.ndarray]) -> bytes:
-    """Outputs side by side, a row a line, under their names."""
+    """A CSV table of the outputs side by side: one row per line, below a line of names."""
     flat = {name: array.reshape(len(array), -1) if array.ndim else array.reshape(1, 1) for name, array in arrays.items()}
     if len({len(array) for array in flat.values()}) != 1:
         raise Refused("the outputs have different numbers of rows and are no table; ask for application/json")

@@ -1,9 +1,10 @@
-"""The short way of small inference requests: from the connection's bytes to the model's queue, and back.
+"""A shortcut for small inference requests, from the bytes of the connection to the queue of the model, and back.
 
-A request for a batched tensor of a few hundred bytes costs the model some microseconds, and a web framework half a
-millisecond; an image goes through the framework in twice the time. So `POST /v2/models/NAME/infer` is read here where it is
-plain (heading.py), has at most `MAX_BODY_BYTES`, or `MAX_BINARY_BYTES` with tensors as bytes, and gate.py refuses nothing.
-Everything else goes the usual way, and is answered or refused there: this file never refuses a request for its head's form.
+A request for a batched tensor of a few hundred bytes takes the model some microseconds, and a web framework half a millisecond.
+For an image, the framework doubles the time. So this file answers `POST /v2/models/NAME/infer` without the framework if the
+request is plain (heading.py), gate.py does not refuse it, and its body has at most `MAX_BODY_BYTES`, or `MAX_BINARY_BYTES` with
+tensors as bytes. The web framework answers or refuses all other requests: this file never refuses a request because of the form
+of its head.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from tilewright.host.host import Answer, Host
 from tilewright.host.regions import INLINE_BYTES, Regions
 from tilewright.host.tensors import Wire
 from tilewright.host.version import Version
-from tilewright.host.waiting import Told
+from tilewright.host.waiting import WithCallback
 from tilewright.server.gate import Gate
 from tilewright.server.metrics import HttpCounts
 from tilewright.server.shortcut import Done, Short, Taken
@@ -31,21 +32,21 @@ __all__ = ["JSON", "Pending", "Quick", "begin"]
 JSON = b"content-type: application/json\r\n"
 
 MAX_PLACINGS = 4
-"""Versions whose answers to a request are remembered."""
+"""Most versions whose answers to one request are kept."""
 MAX_BINARY_BYTES = 4 << 20
-"""Of a body whose tensors are bytes."""
+"""Most bytes of a body with tensors as bytes."""
 
 
 class Quick:
-    """The shortcut of one server's connections.
+    """The shortcut for inference requests on the connections of one server.
 
     Args:
         host: the models.
-        gate: refuses who may not come in, as on the usual way.
-        counts: of requests.
-        draining: whether new requests are refused.
-        most_bytes: of a body.
-        regions: clients' memory; None: there is none.
+        gate: refuses requests that fail a check, as it does for requests to the web framework.
+        counts: counts the requests.
+        draining: returns whether new requests are refused.
+        most_bytes: limit for a body.
+        regions: clients' shared memory; None: it is off.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Quick:
         self._heads = Heads(gate, counts, min(MAX_BINARY_BYTES, most_bytes))
 
     def take(self, data: bytes | bytearray, client: str) -> Taken | object | None:
-        """The request that the data begins with, `PARTIAL`, or None: the usual way."""
+        """The request at the start of the data; `PARTIAL`: it is incomplete; None: the web framework has to handle it."""
         found = self._heads.find(data)
         if not isinstance(found, Request):
             return found
@@ -77,7 +78,7 @@ class Quick:
 
 
 def begin(host: Host, regions: Regions | None, head: Head, body: bytes | memoryview, one: "Pending") -> None:
-    """Have a request answered: by the model's queue at once if nothing else is needed, otherwise in a task."""
+    """Begin to answer a request: put it into the model's queue at once if nothing else is needed, otherwise start a task."""
     try:
         asked = one.asked = parse_infer(body, head.json_bytes, regions)
         if one.span is None and (asked.placings is not None or sum(map(len, asked.places.values())) <= INLINE_BYTES):
@@ -92,7 +93,7 @@ def begin(host: Host, regions: Regions | None, head: Head, body: bytes | memoryv
     one.task.add_done_callback(one.ended)
 
 
-class Pending(Told):
+class Pending(WithCallback):
     """A request that is being answered."""
 
     __slots__ = ("asked", "found", "task", "version")
@@ -103,26 +104,26 @@ class Pending(Told):
         self.found: tuple[Wire, ...] | HostError | asyncio.Task[Answer] = ()
         self.asked: InferRequest | None = None
         self.version: Version | None = None
-        """Who answers, if there is no task."""
+        """The version that answers if there is no task."""
         self.task: asyncio.Task[Answer] | None = None
 
     def ready(self, *, alone: bool) -> None:
-        """`made` can be called: soon, or now where it is `alone`, beside no other answer."""
+        """Called when `made` can be called: now if the answer is `alone`, without others at the same time; otherwise soon."""
         raise NotImplementedError
 
     def deliver(self, found: tuple[Wire, ...] | HostError) -> None:
-        """The outputs are there, or the reason why there are none."""
+        """Called with the outputs, or with the error that is the answer instead."""
         self.found = found
         self.ready(alone=isinstance(found, tuple) and self.version is not None and self.version.answers_one)
 
     def ended(self, task: "asyncio.Task[Answer]") -> None:
-        """The task has its answer."""
+        """Called when the task has ended."""
         if not task.cancelled():
             self.found = task
             self.ready(alone=False)
 
     def give_up(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Called when nobody waits for the answer any more."""
         if self.task is None:
             super().give_up()
         else:
@@ -141,7 +142,7 @@ class Pending(Told):
         return found.result()
 
     def again(self) -> bytes | None:
-        """The body that a request with the same bytes got before, after writing this one's outputs; None: `made` makes it."""
+        """Write the outputs, and return the body of an earlier answer to the same bytes. None: call `made` instead."""
         asked, found, version = self.asked, self.found, self.version
         if asked is None or asked.placings is None or version is None or not isinstance(found, tuple):
             return None
@@ -149,7 +150,7 @@ class Pending(Told):
         return placing.body if placing is not None and placing.placed(found) else None
 
     def _keep(self, body: bytes) -> None:
-        """Keep an answer for `again`."""
+        """Keep the body of an answer for `again`."""
         asked, found, version = self.asked, self.found, self.version
         if asked is not None and asked.placings is not None and version is not None and isinstance(found, tuple):
             if len(asked.placings) >= MAX_PLACINGS:
@@ -157,7 +158,7 @@ class Pending(Told):
             asked.placings[version.serial] = Placing.of(version.output_names, asked.places, found, body)
 
     def made(self) -> Short:
-        """The answer, with its outputs where they are wanted in shared memory."""
+        """Create the answer, and write the outputs that the request wants in shared memory."""
         try:
             answer = self._answer()
             assert self.asked is not None
@@ -173,7 +174,7 @@ class Pending(Told):
 
 
 class _Request(Pending):
-    """A request of a connection of this process."""
+    """A request on a connection of this process."""
 
     __slots__ = ("_done", "_noted", "span")
 
@@ -187,7 +188,7 @@ class _Request(Pending):
         self._done(self._short, alone=alone)
 
     def _short(self) -> Short:
-        """The answer, noted in log and counts."""
+        """Create the answer, and record it in the log and the counts."""
         again = self.again()
         status, headers, body = self.made() if again is None else (200, JSON, again)
         return self._noted.answer(status, headers, body, self.span)

@@ -1,29 +1,31 @@
 """Messages between a server of ordinary models and its fronts (fronts.py), over two sockets for each front.
 
-A stream carries requests and answers, as frames: `FRAME`, then a text of at most 64 KiB, then a body.
+The first socket is a stream of messages with requests and answers. A message is `FRAME`, a text of at most 64 KiB, and a body.
 
-| kind       | from   | number              | text                                  | body                    |
-|------------|--------|---------------------|---------------------------------------|-------------------------|
-| ASK        | front  | of the request      | path, zero byte, length of the JSON   | of the request          |
-| KNOW       | front  | new, of these words | the same                              | the same                |
-| AGAIN      | front  |                     |                                       | pairs: request, words   |
-| CANCEL     | front  | of the request      |                                       |                         |
-| CLOSED     | front  |                     | reason, if the front ended it         |                         |
-| READY      | front  |                     |                                       |                         |
-| IDLE       | server | of a question       |                                       |                         |
-| IDLE       | front  | of the question     | since when a connection is idle       |                         |
-| EVICT      | server | of a question       |                                       |                         |
-| EVICT      | front  | of the question     | whether an idle connection was closed |                         |
-| a status   | server | of the request      | headers                               | of the answer           |
-| TOLD       | server | new, of these words |                                       | of an answer with JSON  |
-| SAME       | server |                     |                                       | pairs: request, words   |
-| END        | server |                     |                                       |                         |
+| kind              | from   | number         | text                                  | body                                  |
+|-------------------|--------|----------------|---------------------------------------|---------------------------------------|
+| REQUEST           | front  | the request    | path, zero byte, length of the JSON   | the body of the request               |
+| DEFINE_REQUEST    | front  | the new number | path, zero byte, length of the JSON   | the body of the request               |
+| REPEATED_REQUESTS | front  |                |                                       | pairs: request, number of its content |
+| CANCEL            | front  | the request    |                                       |                                       |
+| CLOSED            | front  |                | reason, if the front closed it        |                                       |
+| READY             | front  |                |                                       |                                       |
+| IDLE              | server | the question   |                                       |                                       |
+| IDLE              | front  | the question   | start time of the longest idle period |                                       |
+| EVICT             | server | the question   |                                       |                                       |
+| EVICT             | front  | the question   | whether an idle connection was closed |                                       |
+| a status          | server | the request    | headers                               | the body of the answer                |
+| DEFINE_ANSWER     | server | the new number |                                       | the body of a JSON answer             |
+| REPEATED_ANSWERS  | server |                |                                       | pairs: request, number of its answer  |
+| END               | server |                |                                       |                                       |
 
-Clients that leave their tensors in shared memory send the same words over and over, and get the same ones. So these cross the
-stream once; then a request and its answer are two numbers each, and those of one turn of the event loop are one frame.
+Clients that leave their tensors in shared memory send requests with the same content (path, length of the JSON, body) over and
+over, and get the same answers. When a content or an answer is repeated for the first time, a DEFINE message sends it with a
+number. After that, each request and each answer is only a pair of numbers. The pairs of one turn of the event loop are one
+message.
 
-The other socket keeps the boundaries of packets. It carries connections: their files, with the bytes that came and are not
-answered yet.
+The other socket preserves packet boundaries. It carries connections: the descriptor of each, and the bytes that have arrived on
+it but are not answered yet.
 """
 
 import asyncio
@@ -32,20 +34,20 @@ import struct
 from collections.abc import Iterator
 
 __all__ = [
-    "AGAIN",
-    "ASK",
     "CANCEL",
     "CLOSED",
+    "DEFINE_ANSWER",
+    "DEFINE_REQUEST",
     "END",
     "EVICT",
     "IDLE",
-    "KNOW",
     "MAX_KNOWN",
     "MAX_MOVED_BYTES",
     "PAIR",
     "READY",
-    "SAME",
-    "TOLD",
+    "REPEATED_ANSWERS",
+    "REPEATED_REQUESTS",
+    "REQUEST",
     "Arrivals",
     "Frames",
     "frame",
@@ -53,31 +55,31 @@ __all__ = [
 ]
 
 FRAME = struct.Struct("<IIHH")
-"""Bytes of the body, number, bytes of the text, kind."""
+"""Size of the body in bytes, number, size of the text in bytes, kind."""
 PAIR = struct.Struct("<II")
-"""Number of a request, number of the words that it or its answer has."""
-ASK, CANCEL, CLOSED, READY, END, KNOW, AGAIN, TOLD, SAME, IDLE, EVICT = range(11)
+"""(number of a request, number of its content or of its answer)."""
+REQUEST, CANCEL, CLOSED, READY, END, DEFINE_REQUEST, REPEATED_REQUESTS, DEFINE_ANSWER, REPEATED_ANSWERS, IDLE, EVICT = range(11)
 MAX_KNOWN = 1024
-"""Words of each kind that are remembered; then their numbers begin again."""
+"""Most contents of requests with a number, and most answers with a number. After that, numbering starts again at 0."""
 MAX_MOVED_BYTES = 32 << 10
-"""Most bytes in a packet with a connection."""
+"""Most bytes of a connection in one packet."""
 MORE, LAST = b"+", b"."
-"""The first byte of a packet: whether more bytes of the same connection follow."""
+"""The first byte of a packet: whether more packets of the same connection follow."""
 
 
 def frame(kind: int, number: int = 0, text: bytes = b"", body: bytes = b"") -> bytes:
-    """A message."""
+    """The bytes of a message."""
     return b"%b%b%b" % (FRAME.pack(len(body), number, len(text), kind), text, body)
 
 
 class Frames(asyncio.Protocol):
-    """An end of the stream: divides what arrives into messages."""
+    """One end of the stream. Divides the received bytes into messages."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def messages(self, data: bytes) -> Iterator[tuple[int, int, bytes, bytes]]:
-        """(kind, number, text, body) of each message that is whole."""
+        """(kind, number, text, body) of each message that is complete."""
         data = self._rest + data if self._rest else data
         at = 0
         while len(data) - at >= FRAME.size:
@@ -92,7 +94,7 @@ class Frames(asyncio.Protocol):
 
 
 def move(channel: socket.socket, connection: socket.socket, data: bytes) -> None:
-    """Give a connection to the other process. Raises OSError: it was not given (BlockingIOError: there is no room now)."""
+    """Pass a connection to the other process. Raises OSError if that failed (BlockingIOError: the socket is full now)."""
     parts = [data[at : at + MAX_MOVED_BYTES] for at in range(0, len(data), MAX_MOVED_BYTES)] or [b""]
     for number, part in enumerate(parts):
         kind = MORE if number + 1 < len(parts) else LAST
@@ -100,7 +102,7 @@ def move(channel: socket.socket, connection: socket.socket, data: bytes) -> None
 
 
 class Arrivals:
-    """Connections that the other process gives to this one."""
+    """Receives the connections that the other process passes to this one."""
 
     def __init__(self, channel: socket.socket):
         self._channel = channel
@@ -108,7 +110,10 @@ class Arrivals:
         self._data = b""
 
     def next(self) -> tuple[socket.socket, bytes] | None:
-        """(a connection, its bytes) once all of it is there. Raises EOFError: the other process has ended."""
+        """Receive a packet. Returns (connection, its bytes) after the last packet of a connection, otherwise None.
+
+        Raises EOFError: the other process has ended.
+        """
         packet, fds, _, _ = socket.recv_fds(self._channel, 1 + MAX_MOVED_BYTES, 1)
         if not packet:
             raise EOFError

@@ -1,8 +1,8 @@
-"""Room for a new connection, if a server with fronts has as many connections as it may: the longest idle one is closed.
+"""Makes room for a new connection when a server with fronts is at its connection limit: the longest idle one is closed.
 
-It may be in another process. So the new connection waits, unread, while every front is asked since when its longest idle
-connection is idle (all processes share this clock). Then the one that has been idle longest is closed, wherever it is. If no
-connection is idle, the new one is refused.
+That connection may be in another process. So the new connection waits, and nothing is read from it, while the server asks each
+front since when its longest idle connection has been idle (all processes share this clock). Then the connection that has been
+idle longest is closed, in whichever process it is. If no connection is idle, the new one is refused.
 """
 
 import itertools
@@ -17,7 +17,7 @@ __all__ = ["Link", "Rooms", "answer"]
 
 
 class Link(Protocol):
-    """A front, as the server sees it."""
+    """The server's interface to a front."""
 
     connections: int
 
@@ -28,32 +28,32 @@ class Link(Protocol):
 
 @dataclass(slots=True)
 class _Asked:
-    """A new connection, and what fronts have said."""
+    """A new connection, and the answers of the fronts so far."""
 
     newest: Connection
     awaited: set[Link]
     """Fronts that have not answered."""
     idle: dict[Link, float]
-    """Since when the longest idle connection of a front is idle."""
+    """Front -> time since which its longest idle connection has been idle."""
 
 
 class Rooms:
-    """Makes room in all processes of one server.
+    """Makes room for new connections in all processes of one server.
 
     Args:
         pool: the connections of the server's own process.
-        links: the fronts.
+        links: returns the fronts.
     """
 
     def __init__(self, pool: Connections, links: Callable[[], Iterable[Link]]):
         self._pool, self._links = pool, links
         self._open = dict[int, _Asked]()
         self._evicting = dict[int, tuple[Connection, Link]]()
-        """New connections for which a front was told to close another one."""
+        """Number of a question -> (new connection, front that has to close another connection for it)."""
         self._numbers = itertools.count()
 
     def ask(self, newest: Connection) -> bool:
-        """Let a new connection wait for room; return whether there is a front that can be asked."""
+        """Ask the fronts for room for a new connection, which waits meanwhile. Returns False if no front has a connection."""
         links = {link for link in self._links() if link.connections}
         if not links:
             return False
@@ -65,7 +65,7 @@ class Rooms:
         return True
 
     def heard(self, link: Link, number: int, since: bytes) -> None:
-        """A front has said since when its longest idle connection is idle; b"": none is."""
+        """Called with a front's answer: the time since which its longest idle connection has been idle; b"": none is idle."""
         asked = self._open.get(number)
         if asked is None:
             return
@@ -88,7 +88,7 @@ class Rooms:
             newest.go_on(stays=not self._pool.full or self._pool.evict(newest))
 
     def evicted(self, number: int, *, done: bool) -> None:
-        """A front has closed a connection, or none of its connections is idle any more."""
+        """Called when a front has closed a connection (`done`), or none of its connections is idle any more."""
         newest, _ = self._evicting.pop(number, (None, None))
         if newest is None or newest not in self._pool.open:
             return
@@ -98,7 +98,7 @@ class Rooms:
             newest.go_on(stays=not self._pool.full or self._pool.evict(newest))
 
     def lost(self, link: Link) -> None:
-        """A front has ended, and its connections with it."""
+        """Called when a front has ended, and its connections with it."""
         for number in list(self._open):
             self.heard(link, number, b"")
         for number in [number for number, (_, asked) in self._evicting.items() if asked is link]:
@@ -106,7 +106,7 @@ class Rooms:
 
 
 def answer(pool: Connections, kind: int, number: int) -> bytes:
-    """What a front answers to IDLE or EVICT."""
+    """A front's answer to IDLE or EVICT."""
     if kind == EVICT:
         return frame(EVICT, number, b"done" if pool.evict() else b"")
     oldest = pool.longest_idle()

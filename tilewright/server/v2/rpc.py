@@ -1,7 +1,7 @@
-"""The Open Inference Protocol v2 over gRPC, on the event loop and the models of the HTTP server.
+"""The Open Inference Protocol v2 over gRPC, on the event loop of the HTTP server and with the same models.
 
-With an API key, calls carry `authorization: Bearer KEY` in their metadata, as HTTP requests do. Refusals are gRPC's statuses;
-what would have a Retry-After has the same in the trailing metadata `retry-after-ms`.
+If the server has an API key, calls need `authorization: Bearer KEY` in their metadata, like the header of HTTP requests. Errors
+are gRPC statuses. If the HTTP answer would have a Retry-After, the trailing metadata contain the time as `retry-after-ms`.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ CONTENTS = {
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
 }
-"""Datatype -> the field that holds its numbers where they are not raw bytes."""
+"""Datatype -> the field that contains its numbers if they are not sent as raw bytes."""
 DATA_TYPES = {name: number for number, name in enumerate(("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8"), 1)} | {
     name: number for number, name in enumerate(("INT16", "INT32", "INT64", "FP16", "FP32", "FP64"), 7)
 }
 DATA_TYPES["BF16"] = 14
-"""Numbers of the model configuration's datatypes."""
+"""Datatype -> its number in the model configuration."""
 STREAM_DEPTH = 64
-"""Requests of one stream that are computed at once."""
+"""Size of the queue of requests that are in progress on one stream."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Rpc:
     def __init__(self, host: Host, config: ServerConfig, draining: Callable[[], bool], regions: Regions | None = None):
         self._grpc = needed("grpc", "grpc")
         needed("google.protobuf", "grpc")
-        from tilewright.server.v2 import messages  # which needs protobuf
+        from tilewright.server.v2 import messages  # needs protobuf
 
         self._messages, self._host, self._config, self._draining = messages, host, config, draining
         self._regions = regions
@@ -71,7 +71,7 @@ class Rpc:
     async def start(
         cls, host: Host, config: ServerConfig, draining: Callable[[], bool], regions: Regions | None = None
     ) -> "Rpc":
-        """Listen. Raises MissingExtra, or OSError: the port is taken."""
+        """Listen on the port. Raises MissingExtra, or OSError: the port is in use or not on this machine."""
         self = cls(host, config, draining, regions)
         aio = needed("grpc.aio", "grpc")
         size = config.max_body_bytes + (1 << 16)
@@ -90,7 +90,7 @@ class Rpc:
         return self
 
     async def stop(self) -> None:
-        """Take no more calls, and let those that run finish for a moment."""
+        """Accept no more calls, and give running calls 5 s to finish."""
         await self._server.stop(5.0)
 
     def _handlers(self) -> Any:
@@ -109,7 +109,7 @@ class Rpc:
         )
         return grpc.method_handlers_generic_handler(self._messages.SERVICE, handlers)
 
-    # ---- around every call
+    # ---- for every call
 
     async def _check_key(self, context: Any) -> None:
         if self._key is None:
@@ -120,7 +120,7 @@ class Rpc:
             await context.abort(self._grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong; wanted 'Bearer <key>'")
 
     def _guarded(self, call: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-        """A call behind the key, whose refusals are statuses."""
+        """A call that checks the API key first, and answers a HostError with a gRPC status."""
 
         async def guarded(request: Any, context: Any) -> Any:
             await self._check_key(context)
@@ -136,7 +136,7 @@ class Rpc:
     def _made(self, kind: str, /, **fields: Any) -> Any:
         return self._messages.message(kind)(**fields)
 
-    # ---- about
+    # ---- information
 
     async def _server_live(self, request: Any) -> Any:
         return self._made("ServerLiveResponse", live=True)
@@ -235,12 +235,12 @@ class Rpc:
             model_version=str(answer.version),
             id=identity,
             outputs=[{"name": name, "datatype": wire.datatype, "shape": wire.shape} for name, wire in chosen.items()],
-            # One for each output: clients count them.
+            # One entry for each output, because clients count them.
             raw_output_contents=[b"" if name in places else bytes(wire.raw) for name, wire in chosen.items()],
         )
 
     async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """ModelStreamInfer: answers come in the order of the requests, several of which are computed at once."""
+        """ModelStreamInfer: several requests are computed at the same time; the answers come in the order of the requests."""
         await self._check_key(context)
         queue: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(STREAM_DEPTH)
 
@@ -284,7 +284,7 @@ def _values(parameters: Any) -> dict[str, Any]:
 
 
 def _inputs(request: Any, regions: Regions | None) -> dict[str, Wire]:
-    """A request's tensors. Raises Refused: raw contents and inputs do not pair up, or an unknown datatype."""
+    """The tensors of a request. Raises Refused if they are invalid, or NotFound: no such region."""
     places = [place_of(_values(one.parameters), f"input {one.name[:200]!r}") for one in request.inputs]
     raw, sent = list(request.raw_input_contents), places.count(None)
     if raw and len(raw) != sent:
