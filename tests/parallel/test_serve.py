@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_spread_is_one_sentence(options: dict[str, Any], 
     ("options", "words"),
     [
         ({"tp": 0}, "tp is 0, wanted 1 to 64"), ({"pp": 100}, "pp is 100, wanted 1 to 64"), ({"slices": -1}, "slices is -1"),
-        ({"tp": 2, "slices": 3}, "wanted tp times a power of two"),
+        ({"tp": 2, "slices": 3}, "must be tp times a power of two"),
         ({"tp": 2, "quantize": "int8"}, "quantize is 'int8', which does not go with tp"),
         ({"pp": 2, "max_adapters": 1}, "max_adapters is 1, which does not go with tp"),
         ({"pp": 2, "draft": "small"}, "draft is 'small', which does not go with tp"),

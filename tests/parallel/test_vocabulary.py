@@ -54,7 +54,7 @@ def test_logits_far_apart_stay_finite() -> None:
 def test_a_target_that_is_no_class_is_refused() -> None:
     x, weight, targets = operands()
     targets[1] = CLASSES
-    with pytest.raises(ValueError, match="SlicedHead: target 48"):
+    with pytest.raises(ValueError, match="SlicedHead: the target of row 1 is 48"):
         SlicedHead(weight.chunk(2), 0, ALONE).loss(x, targets)
 
 

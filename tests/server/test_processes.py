@@ -136,7 +136,7 @@ def test_an_engine_that_is_killed_is_said_at_once_and_started_again(server: Serv
             assert server.request("GET", "/health")[0] == 503
             status, headers, body = server.post(prompt="ab")
             assert status == 503
-            assert b"is being started again" in body
+            assert b"is being restarted" in body
             assert "retry-after" in headers
     until(lambda: all(healthy(server) for _ in range(16)), BACK_S)  # whichever front answers: each hears of it by itself
     status, _, body = server.post(prompt="ab", max_tokens=5, temperature=0)

@@ -335,7 +335,8 @@ def run(
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
         )
-        llm = _loaded(model, {**engine, "max_seqs": 1})
+        with ends_at_once(signal.SIGINT):  # an import may turn an interrupt into another error
+            llm = _loaded(model, {**engine, "max_seqs": 1})
         _generate(llm, model, _prompt_ids(llm, text, chat=chat), params, as_json=as_json)
 
 
