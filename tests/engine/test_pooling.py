@@ -128,10 +128,10 @@ POOLINGS = {
         "modules.json", '[{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "../x"}]', "names '../x' as a folder",
     ),
     "two ways": (
-        "1_Pooling/config.json", '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}', "pools by .*; supported",
+        "1_Pooling/config.json", '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}', "has the pooling .*; supported",
     ),
-    "another way": ("1_Pooling/config.json", '{"pooling_mode_max_tokens": true}', "pools by .*; supported: cls_token"),
-    "no way": ("1_Pooling/config.json", "{}", "pools by"),
+    "another way": ("1_Pooling/config.json", '{"pooling_mode_max_tokens": true}', "has the pooling .*; supported: cls_token"),
+    "no way": ("1_Pooling/config.json", "{}", "has the pooling"),
 }  # fmt: skip
 
 

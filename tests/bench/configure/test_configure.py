@@ -64,7 +64,7 @@ def test_facts_are_those_of_the_loader(model: Path) -> None:
         (("--slo", "ttft=fast"), "the objective 'ttft=fast'"),
         (("--replicas", "0"), "--replicas is '0'"),
         (("--quantize", "none,int3"), "quantize is 'int3'"),
-        (("--prompt-tokens", "500"), "wanted at most 128"),
+        (("--prompt-tokens", "500"), "allows at most 128"),
         (("--slo", "e2e=1us", "--prompt-tokens", "20", "--output-tokens", "9"), "no configuration is predicted to meet"),
     ],
 )
