@@ -128,7 +128,7 @@ POOLINGS = {
         "modules.json", '[{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "../x"}]', "names '../x' as a folder",
     ),
     "two ways": (
-        "1_Pooling/config.json", '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}', "has the pooling .*; supported",
+        "1_Pooling/config.json", '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}', "the pooling .*; supp",
     ),
     "another way": ("1_Pooling/config.json", '{"pooling_mode_max_tokens": true}', "has the pooling .*; supported: cls_token"),
     "no way": ("1_Pooling/config.json", "{}", "has the pooling"),
