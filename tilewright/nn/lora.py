@@ -16,7 +16,6 @@ Not here: adapters of embeddings and heads, magnitudes (DoRA), ranks that are ch
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -85,23 +84,9 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             module.enabled = True
 
 
-BESIDE: Literal["none", "first", "both"] = "first"
-"""What a captured step computes beside the layer's own product, in another branch of the graph. The products of adapters are
-limited by memory bandwidth, and the layer's own product of hundreds of rows by the tensor cores; it also leaves SMs idle.
-
-- "none": both products follow the layer's own.
-- "first": the product with A runs beside it.
-- "both": the products with A and B run beside it, and their result is added at the end.
-
-Where the product with B follows that with A, it starts early (`chained` of `ops.lora_expand_add`). The bits are the same."""
-
-
 @cache
-def _branch(device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
-    """The stream on which the other branch of a graph is captured. torch loads the kernels of a dtype at their first call,
-    which must not be part of a capture."""
-    zeros = torch.zeros(1024, dtype=dtype, device=device)
-    zeros.add_(torch.zeros_like(zeros))
+def _branch(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which the other branch of a graph is captured."""
     return torch.cuda.Stream(device)
 
 
@@ -131,10 +116,14 @@ class LoraStack(nn.Module):
         return adapters is not None
 
     def start(self, x: Tensor) -> torch.cuda.Event | None:
-        """Call it before the layer's own product. In a captured step this is where the branch of the adapters begins."""
-        if BESIDE == "none" or not x.is_cuda:
+        """Call it before the layer's own product. In a captured step the product with A then runs beside it.
+
+        It runs in another branch of the graph. It is limited by memory bandwidth, and the layer's own product of hundreds of
+        rows by the tensor cores.
+        """
+        if not x.is_cuda:
             return None
-        _branch(x.device, x.dtype)
+        _branch(x.device)
         if not torch.cuda.is_current_stream_capturing():
             return None
         started = torch.cuda.Event()
@@ -148,21 +137,16 @@ class LoraStack(nn.Module):
         """
         assert adapters is not None
         if started is None:
-            return self._expand(y, ops.lora_shrink(x, self.a, adapters), adapters)
+            h = ops.lora_shrink(x, self.a, adapters)
+            return ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts, chained=True)
         # The layer's own product comes first in the graph: its large blocks would wait for an SM that small ones have filled.
         # Memory of the branch is used again only in a later branch, which begins after this one has ended.
-        branch = _branch(x.device, x.dtype)
+        branch = _branch(x.device)
         branch.wait_event(started)
         with torch.cuda.stream(branch):
-            added = torch.zeros_like(y) if BESIDE == "both" else None
             h = ops.lora_shrink(x, self.a, adapters)
-            if added is not None:
-                self._expand(added, h, adapters)
         torch.cuda.current_stream(x.device).wait_stream(branch)
-        return y.add_(added) if added is not None else self._expand(y, h, adapters)
-
-    def _expand(self, y: Tensor, h: Tensor, adapters: Tensor) -> Tensor:
-        return ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts, chained=BESIDE != "first")
+        return ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts)
 
     @torch.no_grad()
     def put(self, index: int, pairs: Mapping[int, tuple[Tensor, Tensor]], scales: Mapping[int, float]) -> None:
