@@ -139,9 +139,10 @@ class EngineProcess:
             while not self._stopping and self._take_messages():
                 if self.engine.has_work:
                     self._step()
+                else:
+                    self._tick()
                 if self.engine.lost is not None:
                     raise self.engine.lost
-                self._tick()
             return 0
         except (*HOST_ERRORS, RuntimeError) as error:
             # The engine's state can no longer be trusted. A new process starts from scratch.
@@ -167,6 +168,7 @@ class EngineProcess:
 
     def _step(self) -> None:
         step = self.engine.advance()
+        self._tick()  # before the answers: a client that reads of a failed step then finds it counted in /health
         if not len(step):
             return
         numbers = step.streams >> FRONT_BITS
