@@ -36,6 +36,7 @@ TESTS = (
     "tests/kernels",
     "tests/ops",
     "tests/engine/test_invariance.py",
+    "tests/engine/test_masked_graphs.py",
     "tests/test_golden.py",
 )
 """In the order of importance. `long` tests, which walk whole spaces of configs, are not among them."""

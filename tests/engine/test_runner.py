@@ -15,8 +15,8 @@ from tilewright.engine import runner as runner_module
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.llm import load_engine
 from tilewright.engine.request import SamplingParams
-from tilewright.engine.runner import Ticket
 from tilewright.engine.step import Step
+from tilewright.engine.tickets import Ticket
 
 
 def test_whatever_thread_steps_it_launches_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from tilewright.engine.core import Engine
 from tilewright.engine.draft_model import DraftModel
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.graphs import layout_of
+from tilewright.engine.head import FULL, PLAIN, SCORED
 from tilewright.engine.loading import load, runner_of
 from tilewright.engine.request import Request, SamplingParams
 from tilewright.engine.rules import FromGrammar
@@ -199,6 +200,13 @@ class Uncaptured:
     def sample(self, tail: int) -> Any:
         return self.runner._head.tails[tail](self.inputs, self.hidden)
 
+    def logits(self) -> None:
+        self.found = self.runner._tails.logits(self.inputs, self.hidden)
+
+    def sample_masked(self, tail: int) -> Any:
+        mask = self.runner._tails.mask(self.inputs.sampled_slots.numel())
+        return self.runner._head.tails[tail](self.inputs, self.hidden, mask, self.found)
+
 
 def test_drafts_in_the_layout_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows have room for more tokens than they bring, and there are rows of padding."""
@@ -217,6 +225,38 @@ def test_drafts_in_the_layout_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> Non
         want = plain[key]
         assert (answer.tokens, answer.text, answer.end) == (want.tokens, want.text, want.end), asked[int(key[0])][1]
     assert min(used["plain"], used["drafted"]) > 3
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_masks_in_the_layout_of_a_graph(monkeypatch: pytest.MonkeyPatch, edits: bool) -> None:
+    """Logits and samples are two parts of a step then; with drafts unless rows edit their logits."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed: there are no grammars")
+    used, held = Counter[tuple[int, int]](), dict[tuple[int, int], Uncaptured]()
+    grammar = Grammar("regex", "([0-9]{2,8}, )*[a-c]{5,20}")
+    kinds: list[dict[str, Any]] = [{"grammar": grammar}, {"temperature": 0}, {"grammar": grammar, "speculate": False}]
+    kinds += [{"grammar": grammar, "logprobs": 2, "max_tokens": 4}]
+    kinds += [{"repetition_penalty": 1.3}, {"grammar": grammar, "presence_penalty": 1.0}] if edits else []
+    each: list[dict[str, Any]] = [{"max_tokens": 9 + i, "seed": i} | kinds[i % len(kinds)] for i in range(12)]
+    asked = [([i, 2, 3], SamplingParams(**fields)) for i, fields in enumerate(each)]
+    plain = run(engine(None, asynchronous=False, pages=256), asked, {})
+
+    def uncaptured(each: int, rows: int) -> Uncaptured:
+        return held.setdefault((each, rows), Uncaptured(RUNNER, rows + 2, each))
+
+    def masked(graph: Uncaptured, tail: int) -> Any:
+        used[graph.layout.each or 1, tail] += 1
+        return sample(graph, tail)
+
+    sample = Uncaptured.sample_masked
+    monkeypatch.setattr(Uncaptured, "sample_masked", masked)
+    graphs = SimpleNamespace(for_rows=partial(uncaptured, 1), for_drafts=partial(uncaptured, 9))
+    monkeypatch.setattr(RUNNER, "_graphs", graphs)
+    made = engine(None if edits else RecordedProposer(plain, 0.9, free=False), asynchronous=True, pages=256)
+    for key, answer in run(made, asked, {}).items():
+        want = plain[key]
+        assert (answer.tokens, answer.text, answer.end) == (want.tokens, want.text, want.end), asked[int(key[0])][1]
+        assert answer.tops == want.tops
+    assert used.keys() >= ({(1, FULL)} if edits else {(1, PLAIN), (9, PLAIN), (9, SCORED)})
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -56,7 +56,7 @@ class Follower:
             for tokens, longest in warm_sizes(options.max_tokens_per_step):
                 self._body(padding_inputs(tokens, longest, options.max_seqs, options.max_samples, self.device))
             self._graphs = DecodeGraphs(
-                (self._body, None), (), device=self.device, max_seqs=options.max_seqs, max_pages=self._max_pages,
+                (self._body, None), None, device=self.device, max_seqs=options.max_seqs, max_pages=self._max_pages,
                 row_tokens=options.row_tokens, max_samples=options.max_samples, progress=lambda words: None,
             )  # fmt: skip
             torch.cuda.synchronize(self.device)

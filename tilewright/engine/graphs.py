@@ -3,23 +3,24 @@
 Steps in which some rows have drafts are captured only for small numbers of rows. In these graphs each row has room for the
 largest number of tokens that a row may have.
 
-The model's body and the tail (head and sampling) are captured separately. There are two tails: one for steps whose rows only
-need a sample, and one for steps in which a row edits its logits or requests log-probabilities. Each graph is made for a number
-of rows. A step with fewer rows runs in the next larger graph, with padding rows that write nothing and attend to nothing. The
-graphs share one memory pool, because they run one after the other on one stream.
+The model's body and the tail (head and sampling) are captured separately. The tail has several variants (`head.py`). For steps
+with masks, the head is a graph of its own, so that the device computes the logits while the host fills the masks. Each graph is
+made for a number of rows. A step with fewer rows runs in the next larger graph, with padding rows that write nothing and attend
+to nothing. The graphs share one memory pool, because they run one after the other on one stream.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.engine.layout import Inputs, Layout
-from tilewright.engine.sampler import LogprobTensors
+from tilewright.engine.sampler import LogprobTensors, Mask
 from tilewright.engine.slots import row_inputs
 from tilewright.op import early_launches
 
@@ -37,6 +38,8 @@ __all__ = [
     "rehearse",
 ]
 
+T = TypeVar("T")
+
 
 class Sampled(NamedTuple):
     """The samples of a step, on the device."""
@@ -51,10 +54,28 @@ Body = Callable[[Inputs], Tensor]
 """A step's inputs -> hidden [T, E], without waiting for the device."""
 Bodies = tuple[Body, Body | None]
 """The body for steps without adapters, and the one for steps with adapters (None if the model has no room for adapters)."""
-Tail = Callable[[Inputs, Tensor], Sampled]
-"""(inputs, hidden) -> samples of the sampled rows, without waiting for the device."""
-Tails = tuple[Tail, ...]
-"""The variants of head and sampling (`Head.tails`); () on a rank without a head."""
+Tail = Callable[..., Sampled]
+"""(inputs, hidden[, mask, logits]) -> samples of the sampled rows, without waiting for the device."""
+
+
+class Tails(NamedTuple):
+    """Head and sampling."""
+
+    logits: Callable[[Inputs, Tensor], Tensor]
+    """(inputs, hidden) -> logits of the sampled rows"""
+    variants: tuple[Tail, ...]
+    """`Head.tails`"""
+    mask: Callable[[int], Mask] | None
+    """Number of rows of logits -> their mask, at the same place each time; None: no step has masks."""
+
+    def run_all(self, inputs: Inputs, hidden: Tensor) -> None:
+        """Run all variants."""
+        for tail in self.variants:
+            tail(inputs, hidden)
+        if self.mask is not None:
+            mask = self.mask(inputs.sampled_slots.numel())
+            for tail in self.variants:
+                tail(inputs, hidden, mask, self.logits(inputs, hidden))
 
 
 class Derive(NamedTuple):
@@ -90,7 +111,7 @@ class DecodeGraph:
         row_tokens: int,
         max_pages: int,
         bodies: Bodies,
-        tails: Tails,
+        tails: Tails | None,
         *,
         derive: Derive | None,
         device: torch.device,
@@ -108,33 +129,32 @@ class DecodeGraph:
         """Whether the rows have one token each and their inputs are derived from the state of the slots."""
         if derive is not None and self.derives:
             bodies = _derived(bodies, derive)
+        self._logits: torch.cuda.CUDAGraph | None = None
+        self._tails: list[tuple[torch.cuda.CUDAGraph, Sampled]] = []
+        self._masked: list[tuple[torch.cuda.CUDAGraph, Sampled]] = []
         with _early(rows * row_tokens):
             self._capture(bodies, tails, device, stream, pool)
 
-    def _capture(self, bodies: Bodies, tails: Tails, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
-        inputs = self.inputs
+    def _capture(self, bodies: Bodies, tails: Tails | None, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
+        inputs, capture = self.inputs, partial(_captured, stream, pool)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for body in filter(None, bodies):
                 hidden = body(inputs)
-                for tail in tails:
-                    tail(inputs, hidden)
-        self._body = torch.cuda.CUDAGraph()
-        # Meanwhile NCCL queries its events from its own thread, which would invalidate a capture with global error mode.
-        mode: Any = "thread_local"
-        with torch.cuda.graph(self._body, pool=pool, stream=stream, capture_error_mode=mode):
-            self.hidden = bodies[0](inputs)
-        self._adapted = self._body
+                if tails is not None:
+                    tails.run_all(inputs, hidden)
+        self._body, hidden = capture(bodies[0], inputs)
+        self.hidden, self._adapted = hidden, self._body
         if bodies[1] is not None:
-            self._adapted = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._adapted, pool=pool, stream=stream, capture_error_mode=mode):
-                self.hidden.copy_(bodies[1](inputs))  # the tails read from here
-        self._tails: list[tuple[torch.cuda.CUDAGraph, Sampled]] = []
-        for tail in tails:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
-                sampled = tail(inputs, self.hidden)
-            self._tails.append((graph, sampled))
+            adapted = bodies[1]
+            self._adapted, _ = capture(lambda: hidden.copy_(adapted(inputs)))  # the tails read from here
+        if tails is not None:
+            self._tails = [capture(tail, inputs, hidden) for tail in tails.variants]
+            if tails.mask is not None:
+                mask = tails.mask(inputs.sampled_slots.numel())
+                # The pool gives the memory of these logits to graphs that are captured later.
+                self._logits, logits = capture(tails.logits, inputs, hidden)
+                self._masked = [capture(tail, inputs, hidden, mask, logits) for tail in tails.variants]
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def run(self, adapted: bool = False) -> None:
@@ -154,9 +174,32 @@ class DecodeGraph:
 
     def sample(self, tail: int) -> Sampled:
         """Run head and sampling after the body. `tail`: the index of the variant. The next call overwrites the result."""
-        graph, sampled = self._tails[tail]
-        graph.replay()
-        return sampled
+        return _replayed(self._tails[tail])
+
+    def logits(self) -> None:
+        """Run the head after the body. `sample_masked` must follow, with no other graph between them: it may use the memory."""
+        assert self._logits is not None
+        self._logits.replay()
+
+    def sample_masked(self, tail: int) -> Sampled:
+        """Apply the masks of `Tails.mask` to the logits, and sample. Otherwise like `sample`."""
+        return _replayed(self._masked[tail])
+
+
+def _captured(stream: torch.cuda.Stream, pool: Any, launch: Callable[..., T], *args: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """(a graph of the launches of a function, its result)"""
+    graph = torch.cuda.CUDAGraph()
+    # Meanwhile NCCL queries its events from its own thread, which would invalidate a capture with global error mode.
+    mode: Any = "thread_local"
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+        result = launch(*args)
+    return graph, result
+
+
+def _replayed(captured: tuple[torch.cuda.CUDAGraph, Sampled]) -> Sampled:
+    graph, sampled = captured
+    graph.replay()
+    return sampled
 
 
 def _early(tokens: int) -> AbstractContextManager[Any]:
@@ -191,8 +234,8 @@ def _derived(bodies: Bodies, derive: Derive) -> Bodies:
 
 
 def rehearse(
-    bodies: Bodies, tails: Tails, derive: Derive | None, *, max_seqs: int, max_pages: int, row_tokens: int, max_samples: int,
-    kinds: int = 1,
+    bodies: Bodies, tails: Tails | None, derive: Derive | None, *, max_seqs: int, max_pages: int, row_tokens: int,
+    max_samples: int, kinds: int = 1,
 ) -> None:  # fmt: skip
     """Run every decode step that would be captured, on meta tensors: same launches as a capture, but without capturing."""
     layouts = [layout_of(rows, kinds=kinds) for rows in graph_sizes(max_seqs)]
@@ -204,8 +247,8 @@ def rehearse(
         with _early(layout.seqs * (layout.each or 1)):
             for body in filter(None, _derived(bodies, derive) if derive is not None and layout.each is None else bodies):
                 hidden = body(inputs)
-                for tail in tails:
-                    tail(inputs, hidden)
+                if tails is not None:
+                    tails.run_all(inputs, hidden)
 
 
 class DecodeGraphs:
@@ -214,7 +257,7 @@ class DecodeGraphs:
     def __init__(
         self,
         bodies: Bodies,
-        tails: Tails,
+        tails: Tails | None,
         derive: Derive | None = None,
         *,
         device: torch.device,

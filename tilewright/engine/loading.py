@@ -233,6 +233,7 @@ def runner_of(
         prompt_graphs=options.prompt_graphs,
         explains_draws=explains_draws,
         columns=columns,
+        masks=not guesses,
         team=team,
     )
 

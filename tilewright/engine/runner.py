@@ -5,8 +5,8 @@ On a GPU, `launch` only enqueues, so the host prepares a step while the device r
 graphs; so do, as an option, steps with prompts and few tokens. Other steps run eagerly. On a CPU the same code runs at once.
 
 The head runs once per step, on the sampled rows. If a row edits its logits or requests log-probabilities, the whole step goes
-through the edits, which do not change the other rows. A step with masked rows replays the captured body, and then computes its
-logits eagerly; it samples when its masks are known.
+through the edits, which do not change the other rows. A step with masked rows computes its logits, and samples when its masks
+are known.
 
 One thread may load a model and another run it. All launches are inside `on_device`, because device 0 is the current device of
 every new thread, and Triton launches on the current device, whatever device its arguments are on.
@@ -16,7 +16,6 @@ Runners are made in `tilewright.engine.loading`.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.batch import Packer
-from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, Derive, rehearse
+from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, Derive, Tails, rehearse
 from tilewright.engine.head import FULL, PLAIN, SCORED, Head, turns_of
 from tilewright.engine.layout import Inputs, Layout
 from tilewright.engine.mixed_graphs import MixedGraph, MixedGraphs
@@ -33,6 +32,7 @@ from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, Masks
 from tilewright.engine.slots import NOTHING, SlotState
 from tilewright.engine.step import DeviceLost, FillMasks, RowFault, Step, StepResult, agreed_rows
 from tilewright.engine.team import Notice, Team
+from tilewright.engine.tickets import Ticket, Waiting
 from tilewright.engine.tier import HostTier
 from tilewright.engine.warm import padding_inputs, warm_sizes
 from tilewright.models import Model
@@ -50,31 +50,6 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-@dataclass
-class Ticket:
-    """A launched step: where its results arrive, and the event after which they are there."""
-
-    step: Step
-    tokens: Tensor | None
-    done: torch.cuda.Event | None
-    logprobs: LogprobTensors | None = None
-    """Those of the samples; None if no row requests them."""
-    prompt_logprobs: list[tuple[int, LogprobTensors]] | None = None
-    waiting: "_Waiting | None" = None
-    """The data needed for sampling, until the step has been sampled."""
-
-
-@dataclass
-class _Waiting:
-    """A step between the model's pass and sampling."""
-
-    inputs: Inputs
-    hidden: Tensor
-    graph: DecodeGraph | None
-    turn: int
-    logits: Tensor | None = None
-
-
 def scope_of(batch_invariant: bool) -> Callable[[], AbstractContextManager[None]]:
     """A function that makes the context in which steps run."""
     return invariant if batch_invariant else nullcontext
@@ -87,13 +62,14 @@ class ModelRunner:
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
         max_samples: int | None = None, row_tokens: int = 1, batch_invariant: bool = False,
         cache_dtype: torch.dtype | None = None, host_pages: int = 0, explains_draws: bool = False, team: Team | None = None,
-        window_pages: int = 0, prompt_graphs: bool = False, columns: bool = False,
+        window_pages: int = 0, prompt_graphs: bool = False, columns: bool = False, masks: bool = True,
     ):  # fmt: skip
         """`max_samples`: per step, if more than `max_seqs`; rows with drafts have several, up to `row_tokens`. `host_pages`:
         pages of host memory for evicted pages. `explains_draws`: return `TokenLogprobs.drawn` with log-probabilities, except in
         steps where a row with drafts edits its logits. `team`: other ranks, which run each step on their shares.
         `window_pages`: pages of windowed layers; 0: they have none of their own. `prompt_graphs`: see mixed_graphs.py.
-        `columns`: return log-probabilities of samples as `StepResult.columns`; then all requests must request them."""
+        `columns`: return log-probabilities of samples as `StepResult.columns`; then all requests must request them. `masks`:
+        whether steps can have masked rows."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
@@ -110,7 +86,7 @@ class ModelRunner:
         self._max_pages = -(-max_model_len // page_size)
         vocab = model.config.vocab_size
         self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
-        self.masks = Masks(most=self.max_samples, device=self.device)
+        self.masks = Masks(most=self.max_samples, vocab_size=vocab, device=self.device)
         self._adapts = any(isinstance(module, LoraStack) for module in model.modules())
         self._packer = Packer(
             page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place,
@@ -122,6 +98,7 @@ class ModelRunner:
             sizes = {"max_pages": self._max_pages, "page_size": page_size, "kinds": self.kinds}
             self._state = SlotState(self._packer.lines, self._last, **sizes)
         self._head = Head(model, self._edits, self._last, explains_draws=explains_draws)
+        self._tails = Tails(self._head.logits, self._head.tails, self.masks.of_graph if masks else None)
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
         self._captures_prompts = prompt_graphs
@@ -196,9 +173,13 @@ class ModelRunner:
             ticket.prompt_logprobs = prompt_logprobs(step, hidden, self.model.logits)
         if isinstance(graph, MixedGraph):  # captured without head and sampling
             inputs, graph = inputs.sampled(int(step.samples.sum())), None
-        ticket.waiting = _Waiting(inputs, hidden, graph, self._turn)
-        if step.masked:
-            ticket.waiting.logits = self._head.logits(inputs, hidden)  # the device computes them while masks are filled
+        turns = any(self._edits.edited[step.slots[i]] for i in step.drafts)
+        ticket.waiting = Waiting(inputs, hidden, None if turns else graph, self._turn, turns)
+        if step.masked:  # the device computes the logits while the masks are filled
+            if ticket.waiting.graph is None:
+                ticket.waiting.logits = self._head.logits(inputs, hidden)
+            else:
+                ticket.waiting.graph.logits()
             self.masks.wanted()
         else:
             self._finish(ticket, None)
@@ -340,18 +321,18 @@ class ModelRunner:
     def _bodies(self) -> Bodies:
         return self._body, self._adapted_body if self._adapts else None
 
-    def _send_samples(self, ticket: Ticket, waiting: _Waiting, mask: Mask | None) -> None:
+    def _send_samples(self, ticket: Ticket, waiting: Waiting, mask: Mask | None) -> None:
         """Draw the step's samples and send them to the host, with their log-probabilities if rows request them."""
         step, inputs = ticket.step, waiting.inputs
         count, explained = int(step.samples.sum()), self._packer.explained(step)
         edited = self._edits.edited[step.slots[step.samples > 0]].any()
         tail = FULL if edited else SCORED if explained else PLAIN
-        if any(self._edits.edited[step.slots[i]] for i in step.drafts):
+        if waiting.in_turns:
             drawn = self._head.in_turns(inputs, waiting.hidden, mask, turns_of(step, self.device), waiting.logits)
-        elif mask is None and waiting.graph is not None:
-            drawn = waiting.graph.sample(tail)
-        else:  # captured graphs have no mask
+        elif waiting.graph is None:
             drawn = self._head.tails[tail](inputs, waiting.hidden, mask, waiting.logits)
+        else:
+            drawn = waiting.graph.sample(tail) if mask is None else waiting.graph.sample_masked(tail)
         tokens, logprobs = self._arrivals[waiting.turn]
         ticket.tokens = tokens[:count]
         ticket.tokens.copy_(drawn.tokens[:count], non_blocking=True)
@@ -374,12 +355,12 @@ class ModelRunner:
         derive = None if self._state is None else Derive(self._state.derive, self.max_seqs)
         if self.device.type == "meta":
             rehearse(
-                self._bodies, self._head.tails, derive, max_seqs=self.max_seqs, max_pages=self._max_pages,
+                self._bodies, self._tails, derive, max_seqs=self.max_seqs, max_pages=self._max_pages,
                 row_tokens=self._row_tokens, max_samples=self.max_samples, kinds=self.kinds,
             )  # fmt: skip
             return
         self._graphs = DecodeGraphs(
-            self._bodies, self._head.tails, derive, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages,
+            self._bodies, self._tails, derive, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages,
             row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress, kinds=self.kinds,
         )  # fmt: skip
         if self._captures_prompts and self._state is not None:
@@ -395,6 +376,4 @@ class ModelRunner:
         hidden = self._body(inputs)
         if self._adapts:
             hidden = self._adapted_body(inputs)
-        for mask in (None, self.masks.unused()):
-            for tail in self._head.tails:
-                tail(inputs, hidden, mask)
+        self._tails.run_all(inputs, hidden)

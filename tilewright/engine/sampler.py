@@ -9,7 +9,8 @@ The tables of the edits are on the device, with one row per slot, and are writte
 updates the counts of generated tokens on the device, so nothing waits until the host knows a sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -122,30 +123,43 @@ class Mask(NamedTuple):
     """Arguments of `ops.mask_logits`, on the device."""
 
     rows: Tensor
-    """[M] int64: rows of the logits."""
+    """[M] int64: rows of the logits; -1 where there is no mask."""
     bits: Tensor
     """[M, words] int32"""
 
+    def first(self, count: int) -> "Mask":
+        """The first `count` masks."""
+        return Mask(self.rows[:count], self.bits[:count])
+
 
 class Masks:
-    """Copies masks to the device on a separate stream, while the model's pass runs.
+    """Copies the masks of a step to the device on a separate stream, while the model's pass runs.
 
-    One buffer is enough, because every earlier step has been collected when the masks of a step are written.
+    They always arrive in the same memory, which captured graphs read. One buffer is enough, because every earlier step has been
+    collected when the masks of a step are written.
+
+    Args:
+        most: largest number of masks in a step.
+        vocab_size: number of logits in a row.
     """
 
-    def __init__(self, *, most: int, device: torch.device):
-        self._most = most
+    def __init__(self, *, most: int, vocab_size: int, device: torch.device):
         self._device = device
-        self._buffers: tuple[Mask, Mask] | None = None
+        words = -(-vocab_size // 32)
+        # Columns beyond those of the tokenizer's tokens stay 0: these tokens are forbidden.
+        self._there = Mask(
+            torch.full((most,), -1, dtype=torch.int64, device=device),
+            torch.zeros(most, words, dtype=torch.int32, device=device),
+        )
+        self._host: Mask | None = None
         self._stream: torch.cuda.Stream | None = None
         self._passed: torch.cuda.Event | None = None
         self.late = 0
         """Number of steps whose pass had ended on the device before their masks were filled."""
 
-    def unused(self) -> Mask:
-        """A mask of row 0 that forbids everything, for warm-up."""
-        rows = torch.zeros(1, dtype=torch.int64, device=self._device)
-        return Mask(rows, torch.zeros(1, 1, dtype=torch.int32, device=self._device))
+    def of_graph(self, rows: int) -> Mask:
+        """The arguments of a captured graph with `rows` rows of logits; `sent` writes there."""
+        return self._there.first(rows)
 
     def wanted(self) -> None:
         """The pass of a step has been enqueued, and `sent` follows."""
@@ -154,33 +168,35 @@ class Masks:
             self._passed.record()
 
     def sent(self, rows: Sequence[int], words: int, fill: FillMasks) -> Mask:
-        """The masks that `fill` writes for these rows of the logits. Later launches on the current stream may use them."""
-        host, there = self._both(words)
-        at, bits = host.rows[: len(rows)], host.bits[: len(rows)]
-        at.numpy()[:] = rows
-        fill(bits.numpy())
-        if self._device.type != "cuda":
-            return Mask(at, bits)
+        """The masks that `fill` writes for these rows of the logits. Later launches on the current stream may use them, and the
+        masks `of_graph` then are these and unused ones."""
+        if self._host is None or self._host.bits.shape[1] != words:  # first used now, because most servers need none
+            most, pinned = self._there.rows.numel(), self._device.type == "cuda"
+            self._host = Mask(
+                torch.zeros(most, dtype=torch.int64, pin_memory=pinned),
+                torch.zeros(most, words, dtype=torch.int32, pin_memory=pinned),
+            )
+        self._host.rows.fill_(-1)[: len(rows)] = torch.as_tensor(rows)
+        host, there = self._host.first(len(rows)), self._there.first(len(rows))
+        fill(host.bits.numpy())
         self.late += self._passed is not None and self._passed.query()
+        shared = min(words, there.bits.shape[1])
+        with self._aside():
+            self._there.rows.copy_(self._host.rows, non_blocking=True)
+            there.bits[:, :shared].copy_(host.bits[:, :shared], non_blocking=True)
+        return there
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Launches go to a stream of their own, for which later launches on the current stream wait."""
+        if self._device.type != "cuda":
+            yield
+            return
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        arrived = Mask(there.rows[: len(rows)], there.bits[: len(rows)])
         with torch.cuda.stream(self._stream):
-            arrived.rows.copy_(at, non_blocking=True)
-            arrived.bits.copy_(bits, non_blocking=True)
+            yield
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return arrived
-
-    def _both(self, words: int) -> tuple[Mask, Mask]:
-        """(buffers on the host, buffers on the device), allocated at the first use, because most servers need none."""
-        if self._buffers is None or self._buffers[0].bits.shape[1] != words:
-            pinned = self._device.type == "cuda"
-            host = Mask(
-                torch.zeros(self._most, dtype=torch.int64, pin_memory=pinned),
-                torch.zeros(self._most, words, dtype=torch.int32, pin_memory=pinned),
-            )
-            self._buffers = (host, Mask(host.rows.to(self._device), host.bits.to(self._device)))
-        return self._buffers
 
 
 class LogprobTensors(NamedTuple):

@@ -2,8 +2,9 @@
 
     logits[rows[m], v] <- -inf   where bit v % 32 of bits[m, v // 32] is 0, or v >= 32 W
 
-    logits: [R, V] of bf16, fp16 or fp32, rows may be strided; rows: [M] int64, no two the same, in [0, R) (not checked);
-    bits: [M, W] int32, the lowest bit first. Rows of logits that are not in `rows` do not change.
+    logits: [R, V] of bf16, fp16 or fp32, rows may be strided; rows: [M] int64, no two the same, in [0, R) (not checked), or -1
+    for a mask that is not applied, so that a captured graph has room for several numbers of masks; bits: [M, W] int32, the
+    lowest bit first. Rows of logits that are not in `rows` do not change.
 
 Limited by bytes: one bit of the mask for each token, and the elements that are forbidden. Allowed logits are neither read nor
 written, so a grammar that forbids nearly all tokens costs one write of the row.
@@ -31,7 +32,9 @@ def _reference(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     inside = token < 32 * bits.shape[1]
     words = bits[:, (token // 32).clamp_max(bits.shape[1] - 1)]
     allowed = (((words >> (token % 32)) & 1) != 0) & inside
-    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+    keep = allowed.new_ones(logits.shape[0] + 1, logits.shape[1])  # the last row takes the masks of row -1
+    keep[rows] = allowed
+    logits.masked_fill_(~keep[:-1], -torch.inf)
 
 
 def _cost(logits: Tensor, rows: Tensor, bits: Tensor) -> Cost:
@@ -52,11 +55,14 @@ def mask_logits_arguments(
 
 @Example.of
 def _example(
-    inputs: Inputs, rows: int, masked: int, vocab: int, dtype: torch.dtype, *, row_stride: int = 0, words: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    inputs: Inputs, rows: int, masked: int, vocab: int, dtype: torch.dtype, *, row_stride: int = 0, words: int | None = None,
+    unused: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=3.0)[:, :vocab]
     width = -(-vocab // 32) if words is None else words
-    return logits, inputs.permutation(rows)[:masked], inputs.randint(-(2**31), 2**31, masked, width).to(torch.int32)
+    at = inputs.permutation(rows)[:masked]
+    at[:unused] = -1
+    return logits, at, inputs.randint(-(2**31), 2**31, masked, width).to(torch.int32)
 
 
 EXAMPLES = (
@@ -66,6 +72,8 @@ EXAMPLES = (
     _example("short mask", 2, 2, 500, torch.bfloat16, words=9),
     _example("one", 1, 1, 1, torch.float32),
     _example("none", 3, 0, 50, torch.float32),
+    _example("unused", 4, 3, 1000, torch.bfloat16, unused=2),
+    _example("all unused", 2, 2, 70, torch.float32, unused=2),
 )
 
 
@@ -77,9 +85,10 @@ def _mask_kernel(
     item = (tl.program_id(0) // TILES).to(tl.int64)
     token = (tl.program_id(0) % TILES) * BLOCK_V + tl.arange(0, BLOCK_V)
     row = tl.load(rows_ptr + item)
-    bits = tl.load(bits_ptr + item * words + token // 32, mask=(token < V) & (token < 32 * words), other=0)
-    forbidden = ((bits >> (token % 32)) & 1) == 0
-    tl.store(logits_ptr + row * row_stride + token, float("-inf"), mask=forbidden & (token < V))
+    if row >= 0:
+        bits = tl.load(bits_ptr + item * words + token // 32, mask=(token < V) & (token < 32 * words), other=0)
+        forbidden = ((bits >> (token % 32)) & 1) == 0
+        tl.store(logits_ptr + row * row_stride + token, float("-inf"), mask=forbidden & (token < V))
 
 
 def _launch(config: Config, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
@@ -106,7 +115,7 @@ def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
     Args:
         logits: [R, V], bf16, fp16 or fp32; the elements of a row are contiguous.
-        rows: [M] int64, the row of logits for each row of the mask, no two the same.
+        rows: [M] int64, the row of logits for each row of the mask, no two the same; -1: this row of the mask is not used.
         bits: [M, W] int32, W > 0, one bit per token, the lowest first; tokens from 32 W on are forbidden.
 
     Raises:
