@@ -292,7 +292,7 @@ def test_names_that_are_wrong(victim: LLM, folders: dict[str, Path]) -> None:
     with pytest.raises(UnknownAdapter):
         victim.unload_adapter("two")
     plain = LLM("bookworm", device="cpu", kv_cache_bytes=1 << 22)
-    with pytest.raises(UnknownAdapter, match="has room for none"):
+    with pytest.raises(UnknownAdapter, match="has no room for adapters"):
         plain.generate("a", adapter="one")
     with pytest.raises(ValueError, match="no room for adapters"):
         plain.load_adapter("one", folders["one"])

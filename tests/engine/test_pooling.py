@@ -106,7 +106,7 @@ def test_refuses(decoder: LLM, name: str) -> None:
 
 def test_refuses_what_is_no_score(tmp_path: Path) -> None:
     llm = LLM(str(write_encoder(tmp_path / "three", labels=3)), device="cpu")
-    with pytest.raises(ValueError, match="the model's head gives 3 labels, which are no score"):
+    with pytest.raises(ValueError, match="the model's head gives 3 labels, which cannot be used as a score"):
         llm.score("a", ["b"])
     with pytest.raises(ValueError, match="2 queries and 3 documents, wanted as many of both, or one query"):
         llm.score(["a", "b"], ["a", "b", "c"])

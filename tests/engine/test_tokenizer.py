@@ -248,7 +248,7 @@ def test_broken_folder(folder, name, content, words):
 
 
 def test_missing_folder(tmp_path):
-    with pytest.raises(TokenizerError, match="is no folder"):
+    with pytest.raises(TokenizerError, match="is not a folder"):
         Tokenizer.load(tmp_path / "nowhere")
 
 

@@ -115,7 +115,7 @@ def test_show_says_who_won_and_by_how_much(file: Path) -> None:
         (["merge", "/nowhere/x.sqlite"], "/nowhere/x.sqlite does not exist"),
         (["import", "/nowhere/x.jsonl"], "No such file or directory: '/nowhere/x.jsonl'"),
         (["import", __file__], "line 1: not JSON"),
-        (["show", "--table", __file__], "test_cli.py is no tuning table: not JSON"),
+        (["show", "--table", __file__], "test_cli.py is not a tuning table: not JSON"),
         (["show", "--table", __file__, "--all"], "leave out --all"),
     ],
     ids=lambda v: " ".join(v[:2]) if isinstance(v, list) else "",

@@ -58,6 +58,7 @@ def place_of(adapters: "Adapters | None", name: str | None) -> tuple[int, bytes]
     if name is None:
         return 0, b""
     if adapters is None or not isinstance(name, str):
-        raise UnknownAdapter(f"there is no adapter {shown(name)} here: the engine has room for none, or it is no name")
+        why = "the engine has no room for adapters, or this is not a valid name"
+        raise UnknownAdapter(f"there is no adapter {shown(name)} here: {why}")
     held = adapters.get(name)
     return held.number, held.salt

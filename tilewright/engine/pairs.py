@@ -21,7 +21,8 @@ class Asked:
         if len(queries) not in (1, len(documents)):
             raise ValueError(f"{len(queries)} queries and {len(documents)} documents, wanted as many of both, or one query")
         if pooled.labels > 1:
-            raise ValueError(f"the model's head gives {pooled.labels} labels, which are no score; wanted a head of one label")
+            got = f"the model's head gives {pooled.labels} labels, which cannot be used as a score"
+            raise ValueError(f"{got}; wanted a head with one label")
         self.labels = pooled.labels == 1
         self._queries = len(queries)
         if self.labels:

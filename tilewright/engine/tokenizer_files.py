@@ -25,7 +25,7 @@ def load(folder: str | Path) -> Tokenizer:
     """See `Tokenizer.load`."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise TokenizerError(f"{folder} is no folder, wanted a model folder with a tokenizer.json")
+        raise TokenizerError(f"{folder} is not a folder; wanted a model folder with a tokenizer.json")
     try:
         return _read(folder)
     except ModelError as error:  # its message has the path

@@ -51,7 +51,7 @@ def grammar_of(body: CompletionBody) -> tuple[Grammar, str] | None:
     asked += _response_format(body.response_format)
     if body.structured_outputs is not None:
         if not isinstance(body.structured_outputs, dict):
-            raise bad_request("structured_outputs is no object, wanted one such as {json: ...}", "structured_outputs")
+            raise bad_request("structured_outputs must be an object such as {json: ...}", "structured_outputs")
         given = {key: value for key, value in body.structured_outputs.items() if value is not None}
         if unknown := sorted(set(given) - set(_MAKERS)):
             wanted = ", ".join(_MAKERS)

@@ -50,7 +50,7 @@ class FrozenTable:
         with open(self.path, "rb") as file:
             data = file.read(MAX_TABLE_BYTES + 1)
         if len(data) > MAX_TABLE_BYTES:
-            raise ValueError(f"{path} is no tuning table: it is larger than {MAX_TABLE_BYTES >> 20} MiB")
+            raise ValueError(f"{path} is not a tuning table: it is larger than {MAX_TABLE_BYTES >> 20} MiB")
         self.sha256 = hashlib.sha256(data).hexdigest()
         try:
             values = parse_object(data)
@@ -68,10 +68,10 @@ class FrozenTable:
                     entry.load()
         except KeyError as error:
             raise ValueError(
-                f"{path} is no tuning table: {error} is missing; write it again with `tilewright tune freeze`"
+                f"{path} is not a tuning table: {error} is missing; write it again with `tilewright tune freeze`"
             ) from None
         except (ValueError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path} is no tuning table: {error}") from None
+            raise ValueError(f"{path} is not a tuning table: {error}") from None
 
     def problems(self, op: str, invariant: bool) -> list[str]:
         """All problems of an op that have rows."""

@@ -212,7 +212,7 @@ def onnx_model(path: Path, shapes: Mapping[str, Sequence[int]] | None = None) ->
 
 def _example(value: onnx.ValueInfoProto, shape: Sequence[int] | None, path: Path) -> Tensor:
     if not value.type.HasField("tensor_type"):
-        raise ValueError(f"{path}: input {value.name!r} is no tensor, which cannot be taken")
+        raise ValueError(f"{path}: input {value.name!r} is not a tensor; only tensors are supported")
     kind = value.type.tensor_type
     numpy_type = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
     sizes = [one.dim_value if one.HasField("dim_value") and one.dim_value > 0 else None for one in kind.shape.dim]
