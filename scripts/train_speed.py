@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), metavar="SHAPE:ROWS[:RANK]")
     parser.add_argument(
-        "--compute", nargs="*", default=["dtype"], help="formats of the matrix products to measure: dtype, fp8, fp8-tensor"
+        "--compute", nargs="*", default=["dtype"], help="formats of the matrix products to measure: dtype, fp8, fp8-all, fp8-tensor"
     )
     parser.add_argument(
         "--graphs",

@@ -28,8 +28,8 @@ VOCABULARY, ROWS, TOKENS = 61, 2, 16
 class Cell:
     """A run: how it is spread, what is trained, and what is done wrong on purpose.
 
-    shape: of the model; what slices make of it differs: they divide the vocabulary of "cut", "fp8" and "qwen2", "cut" is tied,
-        and "fp8" multiplies float8 codes.
+    shape: of the model; what slices make of it differs: they divide the vocabulary of "cut", "wide" and "qwen2", "cut" is tied,
+        and the layers of "wide" can multiply float8 codes.
     fault: "lost" leaves one micro-batch out, "divisor" divides by this rank's targets, "tied" forgets a part of a tied weight,
         "expert" the gradients of experts for the tokens of other ranks.
     """
@@ -42,12 +42,13 @@ class Cell:
     optimizer: str = "adamw"
     fault: str = ""
     dtype: str = "float32"
+    compute: str = "dtype"
 
     @property
     def name(self) -> str:
         """Of its file."""
         parts = (self.plan or "alone", self.micro_batches, self.steps, self.tree, self.shape, self.optimizer, self.fault)
-        return "-".join(map(str, (*parts, self.dtype))).replace("=", "")
+        return "-".join(map(str, (*parts, self.dtype, self.compute))).replace("=", "")
 
     def alone(self) -> "Cell":
         """The same by one process."""
@@ -56,7 +57,7 @@ class Cell:
 
 def _shape(kind: str) -> ModelConfig:
     names = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-    names |= {"cut": "LlamaForCausalLM", "fp8": "Qwen3ForCausalLM"}
+    names |= {"cut": "LlamaForCausalLM", "wide": "Qwen3ForCausalLM"}
     names |= {"mixture": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
     experts: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True}
     experts |= {"decoder_sparse_step": 2, "mlp_only_layers": []}
@@ -65,8 +66,8 @@ def _shape(kind: str) -> ModelConfig:
     return ModelConfig.from_hf(
         {
             "architectures": [names[kind]], "vocab_size": VOCABULARY if kind in ("llama", "qwen3", "mixtral") else 64,
-            "hidden_size": 64 if kind == "fp8" else 24, "intermediate_size": 64 if kind == "fp8" else 40,
-            "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8 if kind == "fp8" else 6,
+            "hidden_size": 64 if kind == "wide" else 24, "intermediate_size": 64 if kind == "wide" else 40,
+            "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8 if kind == "wide" else 6,
             "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "float32",
             "tie_word_embeddings": kind in ("llama", "cut"), "attention_bias": kind == "qwen3", "eos_token_id": 0,
             **(experts if kind in ("mixture", "mixtral") else {}),
@@ -95,7 +96,7 @@ def run(cell: Cell, rank: int = 0, store: Any = None) -> dict[str, Tensor]:
     config = TrainConfig(
         model="-", dtype=cell.dtype, optimizer=cell.optimizer, lr=3e-3, steps=cell.steps, warmup=2,
         micro_batches=cell.micro_batches, accumulate="tree" if cell.tree else "running",
-        parallel=Plan.read(cell.plan), row_tokens=TOKENS, micro_rows=ROWS, compute="fp8" if cell.shape == "fp8" else "dtype",
+        parallel=Plan.read(cell.plan), row_tokens=TOKENS, micro_rows=ROWS, compute=cell.compute,
     )  # fmt: skip
     check_plan(config, _shape(cell.shape))
     mesh = join(config.parallel, rank=rank, device=torch.device("cpu"), store=store, invariant=cell.tree)

@@ -16,6 +16,7 @@ from tests.conformance import bits
 from tilewright import ops
 from tilewright.hw.device import device_of
 from tilewright.models import SHAPES, Model, empty_model, initialise
+from tilewright.ops.linear_fp8 import Fp8Recipe
 from tilewright.parallel.plan import Plan
 from tilewright.train.batch import TrainBatch, pack
 from tilewright.train.captured import Captured, as_graph, check_graphs, documents_for, padded
@@ -175,22 +176,25 @@ def test_mixtures_are_refused() -> None:
 # ---- on a GPU
 
 
+RECIPES = Fp8Recipe("row"), Fp8Recipe("tensor"), Fp8Recipe("row", weight_gradient=True)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("sum_of", [running_sum, tree_sum], ids=["running", "tree"])
-@pytest.mark.parametrize("compute", ["dtype", "fp8", "fp8-tensor"])
-def test_a_graph_has_the_bits_of_plain_passes(compute: str, sum_of: SumOf) -> None:
+@pytest.mark.parametrize("recipe", [None, *RECIPES], ids=str)
+def test_a_graph_has_the_bits_of_plain_passes(recipe: Fp8Recipe | None, sum_of: SumOf) -> None:
     """512 tokens, ragged, two micro-batches an update; a second graph for more documents; then fewer again."""
-    if compute != "dtype" and device_of(0).arch < 89:
+    if recipe is not None and device_of(0).arch < 89:
         pytest.skip("no float8 on this card")
     lengths = (((300, 212), (512,)), ((100, 100, 312), (511, 1)), ((512,), (257, 255)))
     updates = [[batch_of(one, i).to("cuda") for one in update] for i, update in enumerate(lengths)]
     found = []
     for passes in (Captured(512), loss_and_grads):
         model = small_model(torch.bfloat16, "cuda", 256)
-        for block in model.blocks if compute != "dtype" else ():
+        for block in model.blocks:
             for layer in (block.attn.qkv, block.attn.out, block.ffn.gate_up, block.ffn.down):  # pyright: ignore
-                layer.fp8_scale = {"fp8": "row", "fp8-tensor": "tensor"}[compute]  # pyright: ignore
+                layer.fp8 = recipe  # pyright: ignore
         found.append(states(model, updates, sum_of, passes))
     check_same(*found)
 

@@ -13,7 +13,7 @@ from tilewright import nn, ops
 from tilewright.formats import dequantize, quantize
 from tilewright.hw.ceilings import Ceilings
 from tilewright.models import SHAPES, empty_model
-from tilewright.ops.linear_fp8 import fp8_seconds
+from tilewright.ops.linear_fp8 import Fp8Recipe, fp8_seconds
 from tilewright.parallel.plan import Plan
 from tilewright.train.compute import refusal, set_compute
 from tilewright.train.config import TrainConfig, merged, read_toml
@@ -39,17 +39,21 @@ def operands(dtype: torch.dtype, rows: int = 40, n: int = 64, k: int = 96) -> tu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weight_gradient", [False, True], ids=["two", "all"])
 @pytest.mark.parametrize("scale", ["row", "tensor"])
-def test_products_are_those_of_the_codes(scale: str, dtype: torch.dtype) -> None:
+def test_products_are_those_of_the_codes(scale: str, weight_gradient: bool, dtype: torch.dtype) -> None:
     x, w, b, dy = operands(dtype)
     given = [t.clone().requires_grad_(True) for t in (x, w, b)]
-    y = ops.linear_fp8(given[0], given[1], given[2], "none", scale)
+    y = ops.linear_fp8(given[0], given[1], given[2], "none", scale, weight_gradient)
     dx, dw, db = torch.autograd.grad(y, given, dy)
     exact = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
+    weight_products = (
+        dy.double().mT @ x.double(), rounded(dy.mT.contiguous(), "row") @ rounded(x.mT.contiguous(), scale).mT
+    )  # fmt: skip
     for found, wanted in (
         (y, rounded(x, scale) @ rounded(w, scale).mT + b.double()),
         (dx, rounded(dy, "row") @ rounded(w.mT.contiguous(), scale).mT),
-        (dw, dy.double().mT @ x.double()),
+        (dw, weight_products[weight_gradient]),
         (db, dy.double().sum(0)),
     ):
         off = (found.double() - wanted).abs() / (wanted.abs() + wanted.square().mean(-1, keepdim=True).sqrt())
@@ -72,7 +76,7 @@ def test_a_layer_has_its_activation_and_is_exact_where_nothing_is_recorded() -> 
     layer = nn.Linear(96, (32, 32), dtype=torch.float32)
     x = torch.randn(3, 5, 96)
     plain = layer(x, "silu_mul")
-    layer.fp8_scale = "row"
+    layer.fp8 = Fp8Recipe()
     with torch.no_grad():
         assert torch.equal(layer(x, "silu_mul"), plain)
     fp8 = layer(x, "silu_mul")
@@ -128,6 +132,18 @@ def test_every_launch_counts() -> None:
     behind = fp8_seconds(8192, 4096, 4096, H100, 1.0), fp8_seconds(8192, 4096, 4096, H100, 1.0, "tensor")
     more = [tuple(round(b - a) for a, b in zip(*pair)) for pair in zip(before, behind)]
     assert more == [(2, 7), (2, 8)]
+    assert round(fp8_seconds(8192, 4096, 4096, H100, 1.0, "row", True)[1]) == 12
+
+
+def test_the_gradient_of_a_weight_gains_less_than_the_other_products() -> None:
+    """Its operands are quantised for it alone."""
+    two = fp8_seconds(8192, 16384, 3072, H100, 0.0)
+    three = fp8_seconds(8192, 16384, 3072, H100, 0.0, "row", True)
+    assert three[0] == pytest.approx(1.5 * two[0])
+    moved = 3 * 8192 * (3072 + 16384)
+    assert three[1] - two[1] == pytest.approx(
+        2 * 8192 * 16384 * 3072 / 1444e12 + moved / 3.0e12 + 2 * 16384 * 3072 / 3.3e12, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,9 +165,9 @@ def test_a_run_says_which_layers_multiply_codes() -> None:
     assert [line.partition(":")[0] for line in said] == [
         "fp8-tensor", "not blocks.0.ffn.gate_up and 1 more", "not blocks.0.ffn.down and 1 more"
     ]  # fmt: skip
-    assert [block.attn.qkv.fp8_scale for block in model.blocks] == ["tensor", "tensor"]
-    assert model.blocks[0].ffn.down.fp8_scale is None
-    assert model.head.fp8_scale is None
+    assert [block.attn.qkv.fp8 for block in model.blocks] == [Fp8Recipe("tensor")] * 2
+    assert model.blocks[0].ffn.down.fp8 is None
+    assert model.head.fp8 is None
 
 
 def test_a_run_in_which_nothing_gains_is_refused() -> None:
@@ -173,7 +189,7 @@ def losses(config: Path) -> list[float]:
     return [loss for _, loss, _ in log_of(Path(made.out))]
 
 
-@pytest.mark.parametrize("compute", ["fp8", "fp8-tensor"])
+@pytest.mark.parametrize("compute", ["fp8", "fp8-all", "fp8-tensor"])
 def test_a_run_learns_as_with_plain_products(tmp_path: Path, compute: str) -> None:
     size: dict[str, Any] = {"steps": 60, "micro_batches": 1, "save_every": 60, "log_every": 60}
     plain, fp8 = (losses(config_of(tmp_path, how, compute=how, **size)) for how in ("dtype", compute))

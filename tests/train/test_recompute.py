@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 
 from tilewright.cli import app
 from tilewright.models import load_model
+from tilewright.nn import Linear
+from tilewright.ops.linear_fp8 import Fp8Recipe
 from tilewright.train.batch import pack
 from tilewright.train.lab.residual import SCHEMES, Transformer
 from tilewright.train.recompute import (
@@ -85,7 +87,22 @@ def decoder() -> tuple[nn.Module, Sequence[nn.Module], Loss]:
     return model, list(model.blocks), lambda: objective(model, batch)
 
 
-MODELS = {"tilewright": lab_model, "peri": lambda: lab_model("peri"), "torch": torch_model, "decoder": decoder}
+def with_codes() -> tuple[nn.Module, Sequence[nn.Module], Loss]:
+    """The embedded model with float8 products, which save codes in place of x and w."""
+    model, blocks, loss = decoder()
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            layer.fp8 = Fp8Recipe("row", weight_gradient=True)
+    return model, blocks, loss
+
+
+MODELS = {
+    "tilewright": lab_model,
+    "peri": lambda: lab_model("peri"),
+    "torch": torch_model,
+    "decoder": decoder,
+    "codes": with_codes,
+}
 
 
 class Alive(TorchDispatchMode):

@@ -14,6 +14,7 @@ from tilewright import ops
 from tilewright.nn.filling import parameter, uniform
 from tilewright.nn.lora import Lora, LoraStack
 from tilewright.ops.linear import QuantizedActivation
+from tilewright.ops.linear_fp8 import Fp8Recipe
 from tilewright.ops.linear_gradient import activated
 from tilewright.ops.weights import QuantizedWeight
 
@@ -49,9 +50,9 @@ class Linear(nn.Module):
         )
         self.bias = parameter(rows, fill=uniform(in_features), device=device, dtype=dtype) if bias else None
         self.adapter: Lora | LoraStack | None = None
-        self.fp8_scale: str | None = None
-        """For training with float8 products: the argument `scale` of `ops.linear_fp8`. None: no float8. Without gradients the
-        products use the float weight."""
+        self.fp8: Fp8Recipe | None = None
+        """For training with float8 products (`ops.linear_fp8`). None: no float8. Without gradients the products use the float
+        weight."""
         self.quantized_weight: QuantizedWeight | None = None
         """The quantised weight by which x is multiplied while the float weight is trained (`ops.linear_straight_through`)."""
 
@@ -75,9 +76,9 @@ class Linear(nn.Module):
         adapters: the adapter of each token in a `LoraStack`, as in `Batch`.
         """
         if self.adapter is None or not self.adapter.applies(adapters):
-            if self.fp8_scale is not None and torch.is_grad_enabled() and isinstance(x, Tensor):
+            if self.fp8 is not None and torch.is_grad_enabled() and isinstance(x, Tensor):
                 assert isinstance(self.weight, Tensor)
-                return ops.linear_fp8(x, self.weight, self.bias, activation, self.fp8_scale)
+                return ops.linear_fp8(x, self.weight, self.bias, activation, *self.fp8)
             if self.quantized_weight is not None and isinstance(x, Tensor):
                 assert isinstance(self.weight, Tensor)
                 return ops.linear_straight_through(x, self.weight, self.quantized_weight, self.bias, activation)

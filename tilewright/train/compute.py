@@ -9,18 +9,22 @@ from tilewright.hw.ceilings import Ceilings, ceilings
 from tilewright.hw.device import device_of
 from tilewright.models import Model
 from tilewright.nn import Linear
-from tilewright.ops.linear_fp8 import fp8_seconds
+from tilewright.ops.linear_fp8 import Fp8Recipe, fp8_seconds
 from tilewright.train.config import TrainConfig
 
 __all__ = ["refusal", "set_compute"]
 
-_SCALES = {"fp8": "row", "fp8-tensor": "tensor"}
+_RECIPES = {
+    "fp8": Fp8Recipe("row"),
+    "fp8-tensor": Fp8Recipe("tensor"),
+    "fp8-all": Fp8Recipe("row", weight_gradient=True),
+}
 _LAUNCH_S = 3e-6
 """Seconds for a launch that follows another launch on the same stream, on an H100, if the host is ahead of the device, as with
 `graphs`."""
 _GAIN = 1.2
-"""The least speed-up of float8 for y and dx together. These products take a quarter to two fifths of an update. A smaller
-speed-up would save less than 3 % of an update, which is within the error of the rooflines."""
+"""The least speed-up of float8 for all products that use it. Those of y and dx take a quarter to two fifths of an update. A
+smaller speed-up would save less than 3 % of an update, which is within the error of the rooflines."""
 
 
 def set_compute(config: TrainConfig, model: Model, device: torch.device) -> list[str]:
@@ -42,7 +46,7 @@ def set_compute(config: TrainConfig, model: Model, device: torch.device) -> list
     for name, layer in _layers(model):
         why = refusal(layer, config, found)
         if why is None:
-            layer.fp8_scale, count = _SCALES[config.compute], count + 1
+            layer.fp8, count = _RECIPES[config.compute], count + 1
         else:
             kept.setdefault(why, []).append(name)
     reasons = [f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {why}" for why, names in kept.items()]
@@ -64,10 +68,12 @@ def refusal(layer: Linear, config: TrainConfig, card: Ceilings | None) -> str | 
         return f"a weight of {rows} x {cols}{parts} has sides that are not multiples of 16"
     if card is None:
         return None
-    plain, fp8 = fp8_seconds(tokens, rows, cols, card, _LAUNCH_S, _SCALES[config.compute])
+    recipe = _RECIPES[config.compute]
+    plain, fp8 = fp8_seconds(tokens, rows, cols, card, _LAUNCH_S, *recipe)
     if plain < _GAIN * fp8:
+        products = "y, dx and dw" if recipe.weight_gradient else "y and dx"
         return (
-            f"by the rooflines of the GPU, y and dx of {rows} x {cols} with {tokens} tokens take {plain * 1e6:.0f} "
+            f"by the rooflines of the GPU, {products} of {rows} x {cols} with {tokens} tokens take {plain * 1e6:.0f} "
             f"us in bfloat16 and {fp8 * 1e6:.0f} us in float8 including the quantisation, which must be {_GAIN} "
             "times as fast"
         )

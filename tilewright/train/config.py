@@ -21,7 +21,7 @@ _SCHEDULES = ("constant", "cosine", "linear", "wsd")
 _CHOICES = {
     "init": ("load", "random"), "dtype": ("bfloat16", "float32"), "optimizer": OPTIMIZERS, "schedule": _SCHEDULES,
     "accumulate": ("running", "tree"), "loss": ("next-token", "dpo", "ipo"), "lora_base": ("float", "int4"),
-    "compute": ("dtype", "fp8", "fp8-tensor"),
+    "compute": ("dtype", "fp8", "fp8-all", "fp8-tensor"),
 }  # fmt: skip
 
 TABLES = ("dpo", "lora")
@@ -85,7 +85,8 @@ class TrainConfig:
     compute: str = _option(
         "dtype",
         "precision of the matrix products in the blocks: dtype (that of the weights) or, from compute "
-        "capability 8.9, fp8 (a scale for each row) or fp8-tensor, used for the products that it makes faster",
+        "capability 8.9, fp8 (a scale for each row), fp8-all (the gradients of weights, too) or fp8-tensor, used for the "
+        "layers that it makes faster",
     )
     graphs: bool = _option(
         False, "capture forward and backward pass as a CUDA graph: identical results with less work for the host; one GPU only"
