@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from tilewright.bench.provenance import environment
-from tilewright.models import SHAPES, empty_model, initialise, random_model
+from tilewright.models import SHAPES, ModelConfig, empty_model, initialise, random_model
 from tilewright.train.batch import TrainBatch, pack
 from tilewright.train.captured import Captured, check_graphs
 from tilewright.train.compute import set_compute
@@ -46,6 +46,29 @@ def packed(rows: int, vocabulary: int, draw: np.random.Generator) -> TrainBatch:
     return pack(pieces, True)
 
 
+class Updates:
+    """Updates of a model with random weights. The GPU is the first one unless `device` says otherwise."""
+
+    def __init__(self, config: TrainConfig, size: ModelConfig, device: torch.device):
+        self.config, self.device, self.number, dtype = config, device, 0, getattr(torch, config.dtype)
+        check_graphs(config, size, device)
+        if config.lora_rank:
+            self.model = adapted(config, random_model(size, device=device, dtype=dtype))
+        else:
+            self.model = empty_model(size, device=device, dtype=dtype).requires_grad_(True)
+            initialise(self.model, std=0.02)
+        self.chosen = set_compute(config, self.model, device)
+        self.optimizer = build_optimizer(config, self.model)
+        self.objective = NextToken(deterministic=config.deterministic)
+        self.passes = Captured(config.row_tokens) if config.graphs else loss_and_grads
+
+    def __call__(self, batch: TrainBatch) -> StepResult:
+        """Make one update from a batch, which is on the host."""
+        rate, there = learning_rate(self.config, self.number), batch.to(self.device)
+        self.number += 1
+        return train_step(self.model, self.optimizer, [there], rate, self.objective, running_sum, self.passes)
+
+
 def measured(shape: str, rows: int, rank: int, updates: int, way: dict[str, Any]) -> dict[str, Any]:
     """One case in one way, fields of the config, on the first GPU."""
     device, draw = torch.device("cuda", 0), np.random.default_rng(0)
@@ -54,38 +77,28 @@ def measured(shape: str, rows: int, rank: int, updates: int, way: dict[str, Any]
         init="load" if rank else "random", lora_rank=rank, **way,
     )  # fmt: skip
     size = SHAPES[shape].limited(ROW)
-    check_graphs(config, size, device)
-    if rank:
-        model = adapted(config, random_model(size, device=device, dtype=torch.bfloat16))
-    else:
-        model = empty_model(size, device=device, dtype=torch.bfloat16).requires_grad_(True)
-        initialise(model, std=0.02)
-    chosen = set_compute(config, model, device)
-    costs, optimizer = costs_of(config, model, device), build_optimizer(config, model)
-    objective = NextToken(deterministic=config.deterministic)
-    passes = Captured(ROW) if config.graphs else loss_and_grads
+    made = Updates(config, size, device)
 
-    def update(number: int) -> StepResult:
-        batch = packed(rows, size.vocab_size, draw).to(device)
-        return train_step(model, optimizer, [batch], learning_rate(config, number), objective, running_sum, passes)
+    def update() -> StepResult:
+        return made(packed(rows, size.vocab_size, draw))
 
     start, loss = 0.0, torch.zeros(())
     for number in range(updates):
         if number == UNTIMED:
             torch.cuda.synchronize()
             start = time.perf_counter()
-        loss = update(number).loss
+        loss = update().loss
     torch.cuda.synchronize()
     speed = rows * ROW * (updates - UNTIMED) / (time.perf_counter() - start)
     peak, host = torch.cuda.max_memory_allocated(device), []
-    for number in (updates, updates + 1):
+    for _ in range(2):
         begun = time.perf_counter()
-        update(number)
+        update()
         host.append(time.perf_counter() - begun)
         torch.cuda.synchronize()
     return {
-        "model": shape, "rows": rows, "lora_rank": rank, **way, "layers": chosen, "tokens_per_s": speed,
-        **costs.mfu(speed), "update_s": rows * ROW / speed, "host_s": sum(host) / 2,
+        "model": shape, "rows": rows, "lora_rank": rank, **way, "layers": made.chosen, "tokens_per_s": speed,
+        **costs_of(config, made.model, device).mfu(speed), "update_s": rows * ROW / speed, "host_s": sum(host) / 2,
         "peak_bytes": peak, "last_loss": loss.item(),
     }  # fmt: skip
 
@@ -95,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), metavar="SHAPE:ROWS[:RANK]")
     parser.add_argument(
-        "--compute", nargs="*", default=["dtype"], help="formats of the matrix products to measure: dtype, fp8, fp8-all, fp8-tensor"
+        "--compute", nargs="*", default=["dtype"], help="formats of the products to measure: dtype, fp8, fp8-all, fp8-tensor"
     )
     parser.add_argument(
         "--graphs",
