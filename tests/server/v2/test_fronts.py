@@ -171,10 +171,10 @@ def test_a_wrong_key_is_refused_there_too() -> None:
 
 
 def test_a_part_of_a_request_is_answered_by_the_server_in_time() -> None:
-    with fronted(head_timeout_s=0.3) as server, moved(server) as one:
+    with fronted(head_timeout_s=1.0) as server, moved(server) as one:
         one.sendall(infer(1)[:40])
         assert answer(one, bytearray())[0] == 408
-    with fronted(head_timeout_s=0.3) as server, moved(server) as one:
+    with fronted(head_timeout_s=1.0) as server, moved(server) as one:
         assert one.recv(1) == b"", "an idle connection is closed"
         until(lambda: pool(server).ended["head_timeout"] == 1)
 
