@@ -8,6 +8,9 @@ ARGS ?=
 # Further options for pip: an index of your own, or one with CPU builds of torch where its CUDA libraries are of no use.
 PIP_ARGS ?=
 
+# Tests and commands start Python some hundred times: without bytecode each start compiles every module of the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 

@@ -26,12 +26,14 @@ class Source:
     @cached_property
     def nodes(self) -> tuple[Any, ...]:
         """Every node of `KINDS` in its syntax tree, from the top down: each rule looks at all of them."""
-        # The collector would walk millions of nodes, which stay, again and again.
+        # The collector would walk millions of nodes, which stay, again and again: while they are made, in each later
+        # collection, and in the five that pytest makes at its end.
         was = gc.isenabled()
         gc.disable()
         try:
             return tuple(node for node in ast.walk(ast.parse(self.text)) if isinstance(node, KINDS))
         finally:
+            gc.freeze()
             if was:
                 gc.enable()
 

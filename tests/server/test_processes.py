@@ -31,11 +31,16 @@ def server() -> Iterator[ServerProcess]:
 
 def children(pid: int) -> dict[int, str]:
     """Child processes, with their commands."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {int(child): Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ") for child in found}
+    found = dict[int, str]()
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended while they were listed
+            found[int(child)] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+    return found
 
 
 def engine_of(server: ServerProcess) -> int:
+    """Once there is one: it is being started again after a test that ended it."""
+    until(lambda: any(" engine " in command for command in children(server.process.pid).values()), BACK_S)
     return next(pid for pid, command in children(server.process.pid).items() if " engine " in command)
 
 

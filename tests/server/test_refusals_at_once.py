@@ -59,6 +59,10 @@ class Overloaded:
         finally:
             shortcuts[:] = kept
 
+    def has_read(self) -> None:
+        """Returns once the server has read what was sent before: it has taken and answered a later connection."""
+        assert self.ask(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")[0][9:12] == b"200"
+
     def counted(self, number: int) -> "Counter[tuple[str, int]]":
         """The counts once so many requests are in them: the usual way counts behind its answer."""
         counts = self.server.server.metrics.http.requests
@@ -210,14 +214,14 @@ def test_requests_one_behind_the_other_and_a_queue_that_moves_on(overloaded: Ove
             one.sendall(post())
             assert answer(one, held)[0][9:12] == b"200"
             one.sendall(post()[:60])
-            time.sleep(0.05)
+            overloaded.has_read()
             overloaded.why = FULL  # the connection has it on the usual way by now, and stays there
             one.sendall(post()[60:])
             assert answer(one, held)[0][9:12] == b"429"
         finally:
             overloaded.why = FULL
         one.sendall(post()[:60])
-        time.sleep(0.05)
+        overloaded.has_read()
         try:
             overloaded.why = None  # what was held is uvicorn's now
             one.sendall(post()[60:])

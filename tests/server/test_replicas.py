@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -91,14 +90,20 @@ def test_answers_are_those_of_one_server(two: tuple[str, Fleet, Front]) -> None:
 def test_who_begins_alike_goes_to_the_same(two: tuple[str, Fleet, Front]) -> None:
     url, fleet, _ = two
     cached = []
+
+    def known() -> int:
+        return fleet.router.pages_known(0) + fleet.router.pages_known(1)
+
     for turn in range(6):
+        before = known()
         prompt = "a long conversation that goes on and on, " * 4 + "and on " * turn
         usage = ask(url, prompt).json()["usage"]
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-        time.sleep(0.1)  # longer than events gather
+        # The router hears of new pages of 4 tokens a moment after the answer: of the whole first prompt, then of what is added.
+        until(lambda before=before, new=1 if turn else 40: known() >= before + new)
     assert cached[0] == 0
     assert all(tokens >= 160 for tokens in cached[1:]), cached
-    assert fleet.router.pages_known(0) + fleet.router.pages_known(1) > 40
+    assert known() > 40
 
 
 def test_bad_input_and_other_paths(two: tuple[str, Fleet, Front]) -> None:

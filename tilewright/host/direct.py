@@ -22,11 +22,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tilewright.host.regions import Part, Region
+
+if TYPE_CHECKING:  # the server and its fronts import this too, and torch is most of a process's start
+    from torch import Tensor
 
 __all__ = ["MIN_BYTES", "Copies", "Direct", "Fetched", "Gathering", "Mapped", "Piece"]
 
@@ -53,7 +54,7 @@ class Copies(Protocol):
 
     def lock(self, address: int, nbytes: int) -> None: ...
     def unlock(self, address: int) -> None: ...
-    def room(self, nbytes: int) -> Tensor: ...
+    def room(self, nbytes: int) -> "Tensor": ...
     def begin(self, copies: Sequence[tuple[int, int, int]]) -> Any: ...
     def follow(self, event: Any) -> None: ...
     def wait(self) -> None: ...
@@ -87,7 +88,7 @@ class Fetched:
         copies, events: the device, and the ends of the copies.
     """
 
-    def __init__(self, memory: Tensor, pieces: Sequence[Piece], copies: Copies, events: Sequence[Any]):
+    def __init__(self, memory: "Tensor", pieces: Sequence[Piece], copies: Copies, events: Sequence[Any]):
         self.memory, self._copies, self._events = memory, copies, events
         self.nbytes = sum(piece.size for piece in pieces)
         self.spans = list[tuple[int, int]]()
@@ -97,7 +98,7 @@ class Fetched:
             self.spans.append((begin, piece.at + piece.size))
         self._held = {piece.mapped for piece in pieces}
 
-    def begin(self, arena: Tensor, inputs: Sequence[tuple[int, int]]) -> None:
+    def begin(self, arena: "Tensor", inputs: Sequence[tuple[int, int]]) -> None:
         """Let the model's stream wait for the copies, and copy what was read by the processor.
 
         Args:
@@ -185,7 +186,7 @@ class Direct:
         self._memory = _Memory()
         installed = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
         self._most_bytes = min(MAX_LOCKED_BYTES, installed // MEMORY_SHARE) if most_bytes is None else most_bytes
-        self._rooms = list[Tensor]()
+        self._rooms = list["Tensor"]()
         self._locks = dict[int, int]()
         """Number of a region -> how often it was locked."""
         self._mapped = dict[int, Mapped]()
@@ -315,7 +316,7 @@ class Direct:
 class Gathering:
     """Tensors of one batch that are copied to the device. Copies begin while later tensors are still being checked."""
 
-    def __init__(self, direct: Direct, copies: Copies, room: Tensor | None):
+    def __init__(self, direct: Direct, copies: Copies, room: "Tensor | None"):
         self._direct, self._copies, self._room = direct, copies, room
         self._start = 0 if room is None else room.data_ptr()
         self._pieces, self._begun, self._events = list[Piece](), 0, list[Any]()

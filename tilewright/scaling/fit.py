@@ -92,15 +92,17 @@ def _descend(starts: Array, n: Array, d: Array, y: Array, delta: float, max_step
     """The end point of each start and its objective: the lower of the results of L-BFGS and of least squares with the Huber
     loss, which continues from there."""
     optimize = _scipy_optimize()
-    ends = []
+    found = []
     for start in starts:
         # The objective is the sum over runs, and tolerances are near the precision of float64. With the mean, or the default
         # tolerances, L-BFGS stops far from the minimum.
         options = {"maxiter": max_steps, "maxfun": 2 * max_steps, "ftol": 1e-15, "gtol": 1e-12}
-        found = optimize.minimize(objective_and_gradient, start, (n, d, y, delta), method="L-BFGS-B", jac=True, options=options)
-        p, value = minimise(found.x[None], n, d, y[None], np.ones((1, len(y))), delta, steps=max_steps, tolerance=1e-13)
-        ends.append((p[0], float(value[0])) if value[0] < found.fun else (found.x, float(found.fun)))
-    return ends
+        given = objective_and_gradient, start, (n, d, y, delta)
+        found.append(optimize.minimize(*given, method="L-BFGS-B", jac=True, options=options))
+    points = np.array([one.x for one in found])
+    lower, values = minimise(points, n, d, y[None], np.ones((1, len(y))), delta, steps=max_steps, tolerance=1e-13)
+    ends = zip(lower, values, found)
+    return [(p, float(value)) if value < one.fun else (one.x, float(one.fun)) for p, value, one in ends]
 
 
 def _stopped(p: Array, value: float, n: Array, d: Array, y: Array, delta: float) -> str | None:

@@ -18,7 +18,10 @@ _LARGEST_DAMPING = 1e10
 def logs_and_shares(p_R5: Array, n_M: Array, d_M: Array) -> tuple[Array, Array]:
     """(log L of the law, [R, M]; the shares of A / N^alpha, B / D^beta and E in L, [3, R, M])."""
     a, b, e, alpha, beta = (p_R5[:, i : i + 1] for i in range(5))
-    terms = np.stack([a - alpha * n_M, b - beta * d_M, np.broadcast_to(e, (len(p_R5), len(n_M)))])
+    terms = np.empty((3, len(p_R5), len(n_M)))
+    np.subtract(a, alpha * n_M, out=terms[0])
+    np.subtract(b, beta * d_M, out=terms[1])
+    terms[2] = e
     top = terms.max(axis=0)
     shares = np.exp(terms - top)
     total = shares.sum(axis=0)
@@ -40,7 +43,11 @@ def objective_and_gradient(p_5: Array, n_M: Array, d_M: Array, y_M: Array, delta
 
 def _jacobian(shares: Array, n_M: Array, d_M: Array) -> Array:
     """Derivatives of log L with respect to the five parameters, [R, M, 5]."""
-    return np.stack([shares[0], shares[1], shares[2], -n_M * shares[0], -d_M * shares[1]], axis=2)
+    slopes = np.empty((*shares.shape[1:], 5))
+    slopes[:, :, :3] = shares.transpose(1, 2, 0)
+    np.multiply(-n_M, shares[0], out=slopes[:, :, 3])
+    np.multiply(-d_M, shares[1], out=slopes[:, :, 4])
+    return slopes
 
 
 def minimise(
@@ -52,12 +59,13 @@ def minimise(
     by a parabola that touches it at the current point and lies above it elsewhere. `y_RM` and `w_RM` may be [1, M]. A fit is
     finished when a step reduces its objective relatively by less than `tolerance`.
     """
-    p = p_R5.copy()
+    p_R5 = p_R5.copy()
+    fits = np.arange(len(p_R5))
+    p = p_R5
     logs, shares = logs_and_shares(p, n_M, d_M)
     r = logs - y_RM
-    value = (w_RM * huber(r, delta)).sum(axis=1)
-    damping = np.full(len(p), 1e-3)
-    going = np.ones(len(p), bool)
+    value_R = (w_RM * huber(r, delta)).sum(axis=1)
+    value, damping = value_R.copy(), np.full(len(p), 1e-3)
     for _ in range(steps):
         slopes = _jacobian(shares, n_M, d_M)
         weighted = (slopes * (w_RM * np.minimum(1, delta / np.maximum(np.abs(r), 1e-300)))[:, :, None]).transpose(0, 2, 1)
@@ -68,12 +76,20 @@ def minimise(
         new_logs, new_shares = logs_and_shares(tried, n_M, d_M)
         new_r = new_logs - y_RM
         new_value = (w_RM * huber(new_r, delta)).sum(axis=1)
-        better = going & (new_value < value)
+        better = new_value < value
         small = better & (value - new_value < tolerance * value)
-        p[better], r[better], value[better] = tried[better], new_r[better], new_value[better]
-        shares[:, better] = new_shares[:, better]
+        p, r = np.where(better[:, None], tried, p), np.where(better[:, None], new_r, r)
+        value = np.where(better, new_value, value)
+        shares = np.where(better[:, None], new_shares, shares)
         damping = np.clip(np.where(better, damping / 5, damping * 8), 1e-12, 10 * _LARGEST_DAMPING)
-        going &= ~small & (damping < _LARGEST_DAMPING)
+        going = ~small & (damping < _LARGEST_DAMPING)
+        if going.all():
+            continue
+        # Finished fits leave the arrays: the others need a few more steps, the last ones many.
+        p_R5[fits], value_R[fits] = p, value
         if not going.any():
-            break
-    return p, value
+            return p_R5, value_R
+        fits, p, r, value, damping, shares = fits[going], p[going], r[going], value[going], damping[going], shares[:, going]
+        y_RM, w_RM = (given if len(given) == 1 else given[going] for given in (y_RM, w_RM))
+    p_R5[fits], value_R[fits] = p, value
+    return p_R5, value_R

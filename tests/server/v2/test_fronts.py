@@ -56,6 +56,13 @@ def moved(server: Server, request: bytes = infer(1)) -> socket.socket:
     return one
 
 
+@pytest.mark.parametrize("module", ["tilewright.server.v2.front", "tilewright.server.v2.app", "tilewright.server.front"])
+def test_a_process_without_a_model_starts_without_torch(module: str) -> None:
+    """Most of its time and memory would be torch's."""
+    script = f"import sys, {module}; print(sorted({{'torch', 'triton'}} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60).stdout == "[]\n"
+
+
 @pytest.mark.parametrize("size", [1, 37, 10_000])
 def test_requests_are_answered_in_order_on_their_way_there_and_back(size: int) -> None:
     with fronted() as server, connected(server) as one:
@@ -171,10 +178,10 @@ def test_a_wrong_key_is_refused_there_too() -> None:
 
 
 def test_a_part_of_a_request_is_answered_by_the_server_in_time() -> None:
-    with fronted(head_timeout_s=0.3) as server, moved(server) as one:
+    with fronted(head_timeout_s=1.0) as server, moved(server) as one:
         one.sendall(infer(1)[:40])
         assert answer(one, bytearray())[0] == 408
-    with fronted(head_timeout_s=0.3) as server, moved(server) as one:
+    with fronted(head_timeout_s=1.0) as server, moved(server) as one:
         assert one.recv(1) == b"", "an idle connection is closed"
         until(lambda: pool(server).ended["head_timeout"] == 1)
 
