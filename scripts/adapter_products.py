@@ -1,29 +1,39 @@
-"""Time the products of LoRA adapters in the layers of an 8B model on one GPU: what they add, and which configs are best.
+"""Time the products of LoRA adapters in the layers of an 8B model on one GPU: what they add, and which variants are best.
 
-    python scripts/adapter_products.py --rows 256 --adapters 64 --out adapters.json
+    python scripts/adapter_products.py --rows 256 --adapters 64 --variants --out adapters.json
 
 For each of the four linear layers of a Qwen3-8B block (q, k and v; o; gate and up; down) a CUDA graph runs `--layers` such
 layers with weights of their own, so that none of them is in L2. All figures are microseconds per layer, medians of turns:
 
-    base      the layer's own product, with its activation
-    shrink    `lora_shrink` alone
-    expand    `lora_expand_add` alone
-    serial    the layer with adapters, one launch after the other
-    none      the same, but `lora_expand_add` starts while `lora_shrink` still runs
-    first     `lora_shrink` beside the layer's own product, in another branch of the graph, as in the engine's captured steps
+    base        the layer's own product, with its activation
+    activation  the activation alone, which follows the adapters; 0 if there is none
+    shrink      `lora_shrink` alone
+    expand      `lora_expand_add` alone
+    serial      the layer with adapters, one launch after the other
+    none        the same, but `lora_expand_add` starts while `lora_shrink` still runs
+    chained     the same, and `lora_shrink` starts while the layer's own product still runs
+    first       `lora_shrink` beside the layer's own product, in another branch of the graph
+    engine      the layer itself, as in the engine's captured steps
 
-`bits` says whether the last three gave the same bits. With `--configs` some configs of both operators are timed as well, each
-alone. `step_ms` is what the adapters add to a step of 36 blocks, and `best` the way that adds least. The result is printed as
-JSON.
+`bits` says whether the last five gave the same bits.
+
+With `--variants` implementations and configs of both operators are timed as well, each alone (`shrink_variants` and
+`expand_variants`, the fastest first). Each is compared with the operator's definition: `error` is the RMS error relative to the
+RMS of the definition. A variant with too large an error is `wrong` and never chosen. Then the fastest two of both operators are
+timed in the layer, in each combination, `chained` and `first` (`pairs`; `us` is what they add to `base`).
+
+`step_ms` is what the adapters add to a step of 36 blocks, for each way with the default configs. `best` names the way that adds
+least to each layer, and with `--variants` its implementations and configs. `best_step_ms` is what these add to a step. The
+result is printed as JSON.
 """
 
 import argparse
 import json
 import os
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +48,7 @@ from tilewright.kernels.gemm.lora.shrink import lora_shrink_op
 from tilewright.nn import Linear, LoraStack
 from tilewright.op import Op, on_card
 from tilewright.ops.linear_gradient import activated
+from tilewright.tune.tolerance import errors
 
 BLOCKS = 36
 LAYERS: dict[str, tuple[int, tuple[int, ...], str]] = {
@@ -47,21 +58,47 @@ LAYERS: dict[str, tuple[int, tuple[int, ...], str]] = {
     "down": (12288, (4096,), "none"),
 }
 """The linear layers of a block: K, the rows of each part, the activation."""
-SHRINK = [
-    {"BLOCK_M": block_m, "SLICES": slices, "BLOCK_K": block_k, "num_stages": stages, "num_warps": slices}
-    for block_m, slices, block_k, stages in (
-        *((16, 4, 64, 3), (16, 4, 128, 2), (16, 4, 32, 5), (16, 2, 128, 3), (16, 8, 64, 2)),
-        *((32, 4, 64, 3), (32, 4, 32, 5)),
-    )
-]
-EXPAND = [
-    {"BLOCK_N": block_n, "STEPS": steps, "num_warps": warps}
-    for block_n, steps, warps in (
-        *((128, 2, 4), (128, 4, 4), (128, 8, 4), (128, 16, 4)),
-        *((256, 2, 4), (256, 4, 4), (256, 8, 4), (256, 4, 8)),
-    )
-]
-CONFIGS: dict[Op, list[dict[str, int]]] = {lora_shrink_op: SHRINK, lora_expand_add_op: EXPAND}
+SHRINK, EXPAND = lora_shrink_op, lora_expand_add_op
+
+
+class Variant(NamedTuple):
+    """An implementation of one of the operators, and its config."""
+
+    impl: str
+    config: dict[str, int]
+
+
+def _tile(block_m: int, slices: int, block_k: int, stages: int, fetch: int) -> Variant:
+    config = {"BLOCK_M": block_m, "SLICES": slices, "BLOCK_K": block_k, "num_stages": stages, "num_warps": slices}
+    return Variant("triton", {**config, "FETCH": fetch})
+
+
+def _direct(fetch: int, warps: int, registers: int, steps: int = 0) -> Variant:
+    config = {"FETCH": fetch, "num_warps": warps, "maxnreg": registers}
+    return Variant("direct", {"STEPS": steps, **config} if steps else config)
+
+
+VARIANTS: dict[Op, list[Variant]] = {
+    SHRINK: [
+        *(_tile(16, 4, 64, 3, 1), _tile(16, 4, 64, 3, 0), _tile(16, 4, 64, 2, 1), _tile(16, 4, 32, 3, 1)),
+        *(_tile(16, 2, 64, 3, 1), _tile(16, 2, 64, 3, 0), _tile(16, 2, 128, 3, 1), _tile(32, 4, 64, 3, 1)),
+        *(_direct(0, 1, 80), _direct(1, 1, 80), _direct(0, 1, 128), _direct(1, 1, 128)),
+        *(_direct(0, 2, 80), _direct(1, 2, 80), _direct(0, 4, 80), _direct(0, 4, 128)),
+    ],
+    EXPAND: [
+        *(
+            Variant("triton", {"BLOCK_N": block_n, "STEPS": steps, "num_warps": 4})
+            for block_n, steps in ((128, 2), (128, 4), (128, 8), (128, 16), (256, 2), (256, 4))
+        ),
+        *(_direct(0, 1, 80, steps=1), _direct(0, 1, 80, steps=2), _direct(0, 1, 80, steps=4), _direct(2, 1, 80, steps=4)),
+        *(_direct(2, 1, 80, steps=8), _direct(7, 1, 80, steps=8), _direct(0, 1, 168, steps=2), _direct(2, 1, 168, steps=4)),
+        *(_direct(0, 2, 80, steps=2), _direct(2, 2, 80, steps=4)),
+    ],
+}
+LIMITS: dict[Op, float] = {SHRINK: 1e-4, EXPAND: 8e-3}
+"""The largest RMS error of a variant: `lora_shrink` has float32 results, `lora_expand_add` rounds to bf16 twice."""
+FASTEST = 2
+"""The number of variants of each operator that are timed in the layer."""
 
 
 class Case:
@@ -75,6 +112,7 @@ class Case:
         self.order = ops.adapter_order(ids).to(device)
         self.ends = ends[0], ends[1] if len(ends) > 1 else ends[-1]
         self.layers, self.x, self.h, self.y = [], [], [], []
+        self.branch = None if meta else torch.cuda.Stream()
         for _ in range(1 if meta else args.layers):
             layer = Linear(features, self.parts, bias=False, **place).requires_grad_(False)
             stack = LoraStack(self.parts, features, adapters=args.adapters, rank=args.rank, **place)
@@ -91,36 +129,62 @@ class Case:
 
     def arguments(self, op: Op, i: int) -> tuple[Any, ...]:
         stack = self.layers[i].adapter
-        if op is lora_shrink_op:
-            return self.x[i], stack.a, self.order
+        if op is SHRINK:
+            return self.x[i], stack.a, self.order, False
         return self.y[i], self.h[i], stack.b, stack.scales, self.order, *self.ends, False
 
-    def with_config(self, op: Op, config: dict[str, int] | None) -> Callable[[int], Any]:
-        if config is None:
-            return lambda i: op.run(*self.arguments(op, i))
-        return lambda i: op.impls[0].launch(config, *self.arguments(op, i))
+    def alone(self, op: Op, variant: Variant | None) -> Callable[[int], Any]:
+        return lambda i: run(op, variant, *self.arguments(op, i))
 
     def base(self, i: int) -> Tensor:
         return self.layers[i](self.x[i], self.activation)
 
-    def serial(self, i: int) -> Tensor:
-        layer, x = self.layers[i], self.x[i]
-        h = ops.lora_shrink(x, layer.adapter.a, self.order)
-        y = ops.linear(x, layer.weight)
-        y = ops.lora_expand_add(y, h, layer.adapter.b, layer.adapter.scales, self.order, self.parts)
-        return activated(y, self.activation)
+    def after(self, i: int) -> Tensor:
+        return activated(self.y[i], self.activation)
 
-    def none(self, i: int) -> Tensor:
-        layer, x = self.layers[i], self.x[i]
-        return activated(layer.adapter.add(ops.linear(x, layer.weight), x, self.order), self.activation)
-
-    def first(self, i: int) -> Tensor:
+    def engine(self, i: int) -> Tensor:
         return self.layers[i](self.x[i], self.activation, self.order)
+
+    def way(self, name: str, shrink: Variant | None = None, expand: Variant | None = None) -> Callable[[int], Tensor]:
+        """The layer with adapters in one of the ways that this program's description lists, with these variants."""
+
+        def call(i: int) -> Tensor:
+            layer, x, started = self.layers[i], self.x[i], torch.cuda.Event()
+            stack = layer.adapter
+            started.record()
+            y, current = ops.linear(x, layer.weight), torch.cuda.current_stream()
+            if name == "first":
+                assert self.branch is not None
+                self.branch.wait_event(started)
+                with torch.cuda.stream(self.branch):
+                    h = run(SHRINK, shrink, x, stack.a, self.order, False)
+                current.wait_stream(self.branch)
+            else:
+                h = run(SHRINK, shrink, x, stack.a, self.order, name == "chained")
+            run(EXPAND, expand, y, h, stack.b, stack.scales, self.order, *self.ends, name in ("none", "chained"))
+            return activated(y, self.activation)
+
+        return call
+
+    def wanted(self, op: Op) -> Tensor:
+        """What the definition makes in float64 of the first layer's arguments."""
+        wide = [
+            value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+            for value in self.arguments(op, 0)
+        ]
+        result = op.reference(*wide)
+        return wide[0] if op is EXPAND else result
+
+    def error(self, op: Op, variant: Variant, want: Tensor) -> float:
+        """The RMS error relative to the RMS of the definition."""
+        args = [value.clone() if isinstance(value, Tensor) else value for value in self.arguments(op, 0)]
+        result = run(op, variant, *args)
+        return float(errors(args[0] if op is EXPAND else result, want)[1])
 
     def same_bits(self) -> bool:
         """Whether replays of all ways give the last layer the same bits."""
         found = []
-        for way in (self.serial, self.none, self.first):
+        for way in (*map(self.way, WAYS), self.engine):
             way(0)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -136,44 +200,89 @@ class Case:
         return {"shrink": stack.a.nbytes, "expand": stack.b.nbytes}
 
 
-def accepted(name: str, op: Op, args: argparse.Namespace) -> list[dict[str, int]]:
-    """The configs that this kind of layer can have."""
+WAYS = ("serial", "none", "chained", "first")
+
+
+def run(op: Op, variant: Variant | None, *args: Any) -> Any:
+    if variant is None:
+        return op.run(*args)
+    return next(impl for impl in op.impls if impl.name == variant.impl).launch(variant.config, *args)
+
+
+def accepted(name: str, op: Op, args: argparse.Namespace) -> list[Variant]:
+    """The variants that this kind of layer can have."""
     found = Case(name, args, "meta")
     device, problem = device_of(0), op.problem(*found.arguments(op, 0))
-    return [config for config in CONFIGS[op] if op.impls[0].space.refusal(device, problem, config) is None]
+    impls = {impl.name: impl for impl in op.impls if impl.refusal(device, problem) is None}
+    return [
+        variant for variant in VARIANTS[op]
+        if variant.impl in impls and impls[variant.impl].space.refusal(device, problem, variant.config) is None
+    ]  # fmt: skip
 
 
 def compile_all(args: argparse.Namespace) -> None:
-    """Compile all configs in several threads; the calls that follow find them in Triton's cache."""
+    """Compile all variants in several threads; the calls that follow find them in Triton's cache."""
     device = device_of(0)
     cases = {name: Case(name, args, "meta") for name in LAYERS}
     with on_card(device), compile_only(device.arch, os.cpu_count() or 1):
         for name, case in cases.items():
-            for op in CONFIGS:
-                for config in accepted(name, op, args) if args.configs else ():
-                    case.with_config(op, config)(0)
+            for op in VARIANTS:
+                for variant in accepted(name, op, args) if args.variants else ():
+                    call = case.arguments(op, 0)
+                    run(op, variant, *call)
+                    run(op, variant, *call[:-1], True)
 
 
 def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
     case = Case(name, args)
-    ways: dict[str, Callable[[int], Any]] = {
+    calls: dict[str, Callable[[int], Any]] = {
         "base": case.base,
-        "shrink": case.with_config(lora_shrink_op, None),
-        "expand": case.with_config(lora_expand_add_op, None),
-        "serial": case.serial,
-        "none": case.none,
-        "first": case.first,
+        "activation": case.after,
+        "shrink": case.alone(SHRINK, None),
+        "expand": case.alone(EXPAND, None),
+        **{way: case.way(way) for way in WAYS},
+        "engine": case.engine,
     }
-    times = interleaved_us(list(ways.values()), sets=args.layers, rounds=args.rounds)
-    row: dict[str, Any] = {"layer": name, **{way: round(us, 2) for way, (us, _) in zip(ways, times, strict=True)}}
+    if case.activation == "none":
+        del calls["activation"]
+    times = interleaved_us(list(calls.values()), sets=args.layers, rounds=args.rounds)
+    row: dict[str, Any] = {"layer": name, "activation": 0.0}
+    row |= {way: round(us, 2) for way, (us, _) in zip(calls, times, strict=True)}
     row["tb_per_s"] = {way: round(size / row[way] * 1e-6, 2) for way, size in case.moved().items()}
     row["bits"] = case.same_bits()
-    for op, key in ((lora_shrink_op, "shrink_configs"), (lora_expand_add_op, "expand_configs")) if args.configs else ():
-        configs = accepted(name, op, args)
-        timed = interleaved_us([case.with_config(op, c) for c in configs], sets=args.layers, rounds=args.rounds)
-        ranked = sorted(zip(timed, configs, strict=True), key=lambda pair: pair[0][0])
-        row[key] = [{"us": round(us, 2), **config} for (us, _), config in ranked]
+    row["best"] = min(({"way": way, "us": round(row[way] - row["base"], 2)} for way in WAYS), key=lambda found: found["us"])
+    if args.variants:
+        add_variants(row, case, args)
     return row
+
+
+def add_variants(row: dict[str, Any], case: Case, args: argparse.Namespace) -> None:
+    """Time the variants of both operators alone, then the fastest in the layer."""
+    fastest: dict[Op, list[Variant]] = {}
+    for op, key in ((SHRINK, "shrink"), (EXPAND, "expand")):
+        variants = accepted(row["layer"], op, args)
+        want = case.wanted(op)
+        checked = [(variant, case.error(op, variant, want)) for variant in variants]
+        timed = interleaved_us([case.alone(op, v) for v in variants], sets=args.layers, rounds=args.rounds)
+        ranked = sorted(zip(timed, checked, strict=True), key=lambda pair: pair[0][0])
+        size = case.moved()[key]
+        row[f"{key}_variants"] = [
+            {"us": round(us, 2), "tb_per_s": round(size / us * 1e-6, 2), "error": error, "wrong": not error < LIMITS[op]}
+            | {"impl": variant.impl, **variant.config}
+            for (us, _), (variant, error) in ranked
+        ]
+        fastest[op] = [variant for _, (variant, error) in ranked if error < LIMITS[op]][:FASTEST]
+    pairs = list(product(fastest[SHRINK], fastest[EXPAND], ("chained", "first")))
+    calls = [case.base, *(case.way(way, shrink, expand) for shrink, expand, way in pairs)]
+    (base, _), *timed = interleaved_us(calls, sets=args.layers, rounds=args.rounds)
+    row["pairs"] = sorted(
+        (
+            {"way": way, "us": round(us - base, 2), "shrink": shrink._asdict(), "expand": expand._asdict()}
+            for (us, _), (shrink, expand, way) in zip(timed, pairs, strict=True)
+        ),
+        key=lambda pair: pair["us"],
+    )
+    row["best"] = min((row["best"], *row["pairs"][:1]), key=lambda found: found["us"])
 
 
 def main() -> None:
@@ -183,14 +292,16 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=12, help="number of layers of each kind")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--configs", action="store_true", help="also time some configs of both operators")
+    parser.add_argument("--variants", action="store_true", help="also time implementations and configs of both operators")
     parser.add_argument("--out", type=Path, help="JSON file for the result, with the card, versions, commit and date")
     args = parser.parse_args()
     with torch.inference_mode():
         compile_all(args)
         rows = [measured(name, args) for name in LAYERS]
-    step = {way: round(BLOCKS * sum(row[way] - row["base"] for row in rows) / 1e3, 3) for way in ("serial", "none", "first")}
-    found = {"environment": environment(), "rows": rows, "step_ms": step, "best": min(step, key=lambda way: step[way])}
+    step = {way: round(BLOCKS * sum(row[way] - row["base"] for row in rows) / 1e3, 3) for way in (*WAYS, "engine")}
+    best = {row["layer"]: row["best"] for row in rows}
+    least = round(BLOCKS * sum(row["us"] for row in best.values()) / 1e3, 3)
+    found = {"environment": environment(), "rows": rows, "step_ms": step, "best": best, "best_step_ms": least}
     text = json.dumps(found, indent=1)
     if args.out is not None:
         args.out.write_text(text + "\n", encoding="utf-8")

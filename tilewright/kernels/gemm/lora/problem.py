@@ -21,7 +21,12 @@ __all__ = [
     "check_order",
     "dot_width",
     "fetch_ahead",
+    "fetch_block",
+    "fetch_rows",
+    "result",
     "some_order",
+    "span_at",
+    "spans_of",
     "tile_at",
     "tiles_of",
     "used",
@@ -79,6 +84,12 @@ def check_order(op: str, adapters: Tensor, tokens: int) -> None:
         raise ValueError(f"{op}: adapters must be contiguous [4, {tokens}] torch.int32, as adapter_order makes it; got {got}")
 
 
+def result(x: Tensor, a: Tensor) -> Tensor:
+    """An uninitialised result of `lora_shrink`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(-(-x.shape[1] // CHUNK), x.shape[0], a.shape[1], dtype=wide)
+
+
 def used(adapters: Tensor) -> Sequence[tuple[int, Tensor]]:
     """(index in A and B, its tokens) of each adapter that any token has. Waits for the device."""
     tokens, ids = adapters[:2].long().unbind()
@@ -93,6 +104,11 @@ def some_order(tokens: int, held: int, one: bool = False) -> list[int]:
 def dot_width(rank: int) -> int:
     """The width of a tile for a rank, or a part of it: at least the 16 columns that tensor cores need."""
     return max(16, min(64, next_pow2(rank)))
+
+
+def spans_of(n: int, first: int, second: int) -> list[tuple[int, int]]:
+    """(begin, end) of the rows of each part. Empty parts are left out."""
+    return [(begin, end) for begin, end in ((0, first), (first, second), (second, n)) if end > begin]
 
 
 _COMPILED = tl.constexpr(not env.interpreting())
@@ -113,6 +129,44 @@ def fetch_ahead(ptrs):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def fetch_block(ptr, BYTES: tl.constexpr):
+    """Prefetch BYTES contiguous bytes into L2, by one instruction of one thread. BYTES and the address are multiples of 16.
+
+    Compiles to nothing for cards before sm_90."""
+    if _COMPILED:
+        if cuda_capability_geq(9, 0):
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+                "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+                "=r,l,r", [ptr, tl.full([], BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def fetch_rows(ptrs, BYTES: tl.constexpr):
+    """The same for the bytes at each of these addresses, one for each thread. Only the first half of each warp prefetches."""
+    if _COMPILED:
+        if cuda_capability_geq(9, 0):
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.lt.u32 p, t, 16; "
+                "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+                "=r,l,r", [ptrs, tl.full(ptrs.shape, BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def span_at(pid, N: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, SPAN: tl.constexpr):
+    """(part, first column, end of the part) of span `pid` of SPAN columns. No span contains columns of two parts."""
+    BEFORE_1: tl.constexpr = (FIRST + SPAN - 1) // SPAN
+    BEFORE_2: tl.constexpr = BEFORE_1 + (SECOND - FIRST + SPAN - 1) // SPAN
+    part = (pid >= BEFORE_1).to(tl.int32) + (pid >= BEFORE_2).to(tl.int32)
+    begin = tl.where(
+        part == 0, pid * SPAN, tl.where(part == 1, FIRST + (pid - BEFORE_1) * SPAN, SECOND + (pid - BEFORE_2) * SPAN)
+    )
+    return part, begin, tl.where(part == 0, FIRST, tl.where(part == 1, SECOND, N))
 
 
 @triton.jit
