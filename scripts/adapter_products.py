@@ -13,14 +13,15 @@ layers with weights of their own, so that none of them is in L2. All figures are
     none        the same, but `lora_expand_add` starts while `lora_shrink` still runs
     chained     the same, and `lora_shrink` starts while the layer's own product still runs
     first       `lora_shrink` beside the layer's own product, in another branch of the graph
+    fetched     the same, and in that branch the adapters' B is then prefetched into L2; the engine has no such way
     engine      the layer itself, as in the engine's captured steps
 
-`bits` says whether the last five gave the same bits.
+`bits` says whether the last six gave the same bits.
 
 With `--variants` implementations and configs of both operators are timed as well, each alone (`shrink_variants` and
 `expand_variants`, the fastest first). Each is compared with the operator's definition: `error` is the RMS error relative to the
 RMS of the definition. A variant with too large an error is `wrong` and never chosen. Then the fastest two of both operators are
-timed in the layer, in each combination, `chained` and `first` (`pairs`; `us` is what they add to `base`).
+timed in the layer, in each combination, `chained`, `first` and `fetched` (`pairs`; `us` is what they add to `base`).
 
 `step_ms` is what the adapters add to a step of 36 blocks, for each way with the default configs. `best` names the way that adds
 least to each layer, and with `--variants` its implementations and configs. `best_step_ms` is what these add to a step. The
@@ -36,6 +37,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tilewright import ops
@@ -44,6 +47,7 @@ from tilewright.bench.harness import interleaved_us
 from tilewright.bench.provenance import environment
 from tilewright.hw.device import device_of
 from tilewright.kernels.gemm.lora.expand import lora_expand_add_op
+from tilewright.kernels.gemm.lora.problem import fetch_block, tile_at, tiles_of
 from tilewright.kernels.gemm.lora.shrink import lora_shrink_op
 from tilewright.nn import Linear, LoraStack
 from tilewright.op import Op, on_card
@@ -73,32 +77,45 @@ def _tile(block_m: int, slices: int, block_k: int, stages: int, fetch: int) -> V
     return Variant("triton", {**config, "FETCH": fetch})
 
 
-def _direct(fetch: int, warps: int, registers: int, steps: int = 0) -> Variant:
-    config = {"FETCH": fetch, "num_warps": warps, "maxnreg": registers}
-    return Variant("direct", {"STEPS": steps, **config} if steps else config)
+def _direct(**config: int) -> Variant:
+    return Variant("direct", config)
 
 
 VARIANTS: dict[Op, list[Variant]] = {
     SHRINK: [
         *(_tile(16, 4, 64, 3, 1), _tile(16, 4, 64, 3, 0), _tile(16, 4, 64, 2, 1), _tile(16, 4, 32, 3, 1)),
         *(_tile(16, 2, 64, 3, 1), _tile(16, 2, 64, 3, 0), _tile(16, 2, 128, 3, 1), _tile(32, 4, 64, 3, 1)),
-        *(_direct(0, 1, 80), _direct(1, 1, 80), _direct(0, 1, 128), _direct(1, 1, 128)),
-        *(_direct(0, 2, 80), _direct(1, 2, 80), _direct(0, 4, 80), _direct(0, 4, 128)),
+        *(
+            _direct(FETCH=fetch, num_warps=warps, maxnreg=registers)
+            for fetch, warps, registers in product((0, 1), (1, 4), (80, 128))
+        ),
     ],
     EXPAND: [
         *(
             Variant("triton", {"BLOCK_N": block_n, "STEPS": steps, "num_warps": 4})
             for block_n, steps in ((128, 2), (128, 4), (128, 8), (128, 16), (256, 2), (256, 4))
         ),
-        *(_direct(0, 1, 80, steps=1), _direct(0, 1, 80, steps=2), _direct(0, 1, 80, steps=4), _direct(2, 1, 80, steps=4)),
-        *(_direct(2, 1, 80, steps=8), _direct(7, 1, 80, steps=8), _direct(0, 1, 168, steps=2), _direct(2, 1, 168, steps=4)),
-        *(_direct(0, 2, 80, steps=2), _direct(2, 2, 80, steps=4)),
+        *(
+            _direct(STEPS=steps, FETCH=fetch, num_warps=warps)
+            for steps, fetch, warps in (
+                *((1, 0, 1), (2, 0, 1), (4, 0, 1), (4, 2, 1), (8, 2, 1), (8, 7, 1)),
+                *((1, 0, 2), (2, 0, 2), (4, 2, 2), (8, 2, 2)),
+            )
+        ),
     ],
 }
 LIMITS: dict[Op, float] = {SHRINK: 1e-4, EXPAND: 8e-3}
 """The largest RMS error of a variant: `lora_shrink` has float32 results, `lora_expand_add` rounds to bf16 twice."""
 FASTEST = 2
 """The number of variants of each operator that are timed in the layer."""
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def _fetch_kernel(b_ptr, adapters_ptr, n_tokens, SIZE: tl.constexpr, RUN: tl.constexpr):
+    """Prefetch RUN of the SIZE 16-bit numbers of a tile's B into L2."""
+    first, end, adapter = tile_at(adapters_ptr, tl.program_id(1), n_tokens)  # pyright: ignore
+    if tl.minimum(end - first, adapter) > 0:
+        fetch_block(b_ptr + (adapter - 1).to(tl.int64) * SIZE + tl.program_id(0) * RUN, 2 * RUN)
 
 
 class Case:
@@ -153,11 +170,16 @@ class Case:
             stack = layer.adapter
             started.record()
             y, current = ops.linear(x, layer.weight), torch.cuda.current_stream()
-            if name == "first":
+            if name in ("first", "fetched"):
                 assert self.branch is not None
                 self.branch.wait_event(started)
                 with torch.cuda.stream(self.branch):
                     h = run(SHRINK, shrink, x, stack.a, self.order, False)
+                    if name == "fetched":
+                        size, tiles = stack.b[0].numel(), tiles_of(x.shape[0], stack.b.shape[0])
+                        grid: Any = (size // 8192, tiles)
+                        options: dict[str, Any] = {"SIZE": size, "RUN": 8192, "num_warps": 1}
+                        _fetch_kernel[grid](stack.b, self.order, x.shape[0], **options)
                 current.wait_stream(self.branch)
             else:
                 h = run(SHRINK, shrink, x, stack.a, self.order, name == "chained")
@@ -200,7 +222,7 @@ class Case:
         return {"shrink": stack.a.nbytes, "expand": stack.b.nbytes}
 
 
-WAYS = ("serial", "none", "chained", "first")
+WAYS = ("serial", "none", "chained", "first", "fetched")
 
 
 def run(op: Op, variant: Variant | None, *args: Any) -> Any:
@@ -272,7 +294,7 @@ def add_variants(row: dict[str, Any], case: Case, args: argparse.Namespace) -> N
             for (us, _), (variant, error) in ranked
         ]
         fastest[op] = [variant for _, (variant, error) in ranked if error < LIMITS[op]][:FASTEST]
-    pairs = list(product(fastest[SHRINK], fastest[EXPAND], ("chained", "first")))
+    pairs = list(product(fastest[SHRINK], fastest[EXPAND], ("chained", "first", "fetched")))
     calls = [case.base, *(case.way(way, shrink, expand) for shrink, expand, way in pairs)]
     (base, _), *timed = interleaved_us(calls, sets=args.layers, rounds=args.rounds)
     row["pairs"] = sorted(

@@ -54,7 +54,7 @@ def _default(device: Device, problem: Problem) -> Config:
     steps = min(8, 1 << (max(1, problem.wide // 2048).bit_length() - 1))
     while any(width % (COLUMNS * steps) for width in _widths(problem)):
         steps //= 2
-    return {"STEPS": steps, "FETCH": 2 if steps > 2 else 0, "num_warps": 1, "maxnreg": 80 if problem.rank == 16 else 168}
+    return {"STEPS": steps, "FETCH": 2 if steps > 2 else 0, "num_warps": 1}
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
@@ -62,14 +62,12 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         return "a part does not consist of whole programs"
     if c["FETCH"] >= c["STEPS"]:
         return "prefetches blocks that the program does not have"
-    if problem.rank > 16 and c["maxnreg"] < 168:
-        return "a rank of 32 needs more registers"
     return None
 
 
 SPACE = Space(
     default=_default,
-    axes={"STEPS": (1, 2, 4, 8), "FETCH": (0, 2, 7), "num_warps": (1, 2), "maxnreg": (80, 168)},
+    axes={"STEPS": (1, 2, 4, 8), "FETCH": (0, 2, 7), "num_warps": (1, 2)},
     refusal=_config_refusal,
 )
 
@@ -146,7 +144,7 @@ def _launch(
         _expand_direct_kernel[grid](
             y, h, b, scales, adapters, tokens, row_stride, N=n, R=rank, CHUNKS=h.shape[0],
             PARTS=len(spans_of(n, first, second)), FIRST=first, SECOND=second, WARPS=config["num_warps"], **config,
-            **launch_options(chained and overlaps(card_of(y))),
+            maxnreg=80 if rank == 16 else 168, **launch_options(chained and overlaps(card_of(y))),
         )  # fmt: skip
 
 
