@@ -22,7 +22,17 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.gemm.lora.problem import Problem, fetch_block, span_at, spans_of, tile_at, tiles_of, wait
+from tilewright.kernels.gemm.lora.problem import (
+    Problem,
+    along,
+    fetch_block,
+    forwards,
+    span_at,
+    spans_of,
+    tile_at,
+    tiles_of,
+    wait,
+)
 from tilewright.kernels.hopper.descriptors import card_of
 from tilewright.kernels.launch.pdl import launch_options, overlaps
 from tilewright.kernels.launch.shapes import rows_of
@@ -85,33 +95,35 @@ def _expand_direct_kernel(
         part, begin, _ = span_at(tl.program_id(0), N, FIRST, SECOND, BLOCK_N * STEPS)
         index = (adapter - 1).to(tl.int64)
         b_ptr += index * (N * R) + begin * R
-        # Triton gives threads and warps to the first dimensions, in this order: 4 (q), 8 (i), warps. The last is contiguous.
-        q = tl.arange(0, 4)
-        column = tl.arange(0, 8)[None, :, None] * 8 + tl.arange(0, WARPS)[None, None, :] * 64
-        rows = column[:, :, :, None, None] + tl.arange(0, 2)[:, None] + tl.arange(0, 4)[None, :] * 2
-        b_at = b_ptr + rows[:, :, :, :, :, None] * R + q[:, None, None, None, None, None] * RANKS + tl.arange(0, RANKS)
+        # b: q, i, warp, h, j, ranks
+        i = tl.arange(0, 8)
+        rows = along(i * 8, 1, 6) + along(tl.arange(0, WARPS) * 64, 2, 6) + along(tl.arange(0, 2), 3, 6)
+        rows += along(tl.arange(0, 4) * 2, 4, 6)
+        b_at = b_ptr + rows * R + along(tl.arange(0, 4) * RANKS, 0, 6) + along(tl.arange(0, RANKS), 5, 6)
         for step in tl.static_range(1, FETCH + 1):
             fetch_block(b_ptr + step * (BLOCK_N * R), BLOCK_N * R * 2)
         scale = tl.load(scales_ptr + index * PARTS + part)
         for start in tl.range(first, end, 8, num_stages=1):
             b = tl.load(b_at)  # q, i, warp, h, j, ranks
             # y: q, i, warp, one of two tokens, columns
-            place = start + q[:, None] * 2 + tl.arange(0, 2)[None, :]
-            tokens = tl.load(adapters_ptr + place, mask=place < end, other=0).to(tl.int64)
-            held = (place < end)[:, None, None, :, None]
-            y_at = y_ptr + row_start(tokens, y_row_stride, N)[:, None, None, :, None] + begin
-            y_at += column[:, :, :, None, None] + tl.arange(0, 8)
+            place = start + along(tl.arange(0, 4) * 2, 0, 5) + along(tl.arange(0, 2), 3, 5)
+            held = place < end
+            tokens = tl.load(adapters_ptr + place, mask=held, other=0).to(tl.int64)
+            y_at = y_ptr + row_start(tokens, y_row_stride, N) + begin
+            y_at += along(i * 8, 1, 5) + along(tl.arange(0, WARPS) * 64, 2, 5) + along(i, 4, 5)
             # h: q, token, ranks
-            place = start + tl.arange(0, 8)
-            tokens = tl.load(adapters_ptr + place, mask=place < end, other=0).to(tl.int64)
-            mine = (place < end)[None, :, None]
-            h_at = h_ptr + (tokens * (PARTS * R))[None, :, None] + part * R + q[:, None, None] * RANKS + tl.arange(0, RANKS)
+            place = start + along(i, 1, 3)
+            mine = place < end
+            tokens = tl.load(adapters_ptr + place, mask=mine, other=0).to(tl.int64)
+            h_at = h_ptr + tokens * (PARTS * R) + part * R
+            h_at += along(tl.arange(0, 4) * RANKS, 0, 3) + along(tl.arange(0, RANKS), 2, 3)
             if PDL:
                 wait()
-            low = tl.zeros([4, 8, RANKS], tl.float32)
-            for c in tl.static_range(CHUNKS):
+            low = tl.load(h_at, mask=mine, other=0.0)
+            for c in tl.static_range(1, CHUNKS):
                 low += tl.load(h_at + c * n_tokens.to(tl.int64) * (PARTS * R), mask=mine, other=0.0)
-            low = tl.permute(tl.reshape((low * scale).to(b.dtype), [4, 8, R // 16, 2, 2]), (2, 3, 0, 4, 1))
+            low = tl.reshape(forwards((low * scale).to(b.dtype)), [4, 8, R // 16, 2, 2])
+            low = tl.permute(low, (2, 3, 0, 4, 1))
             low = tl.reshape(low, [R, 8])
             y = tl.load(y_at, mask=held, other=0.0)
             for step in tl.static_range(STEPS):
@@ -121,10 +133,10 @@ def _expand_direct_kernel(
                     next_y = tl.load(y_at + (step + 1) * BLOCK_N, mask=held, other=0.0)
                 if step > 0 and step + FETCH < STEPS and FETCH > 0:
                     fetch_block(b_ptr + (step + FETCH) * (BLOCK_N * R), BLOCK_N * R * 2)
-                b = tl.permute(tl.reshape(b, [4, 8, WARPS, 2, 4, R // 16, 2, 2]), (4, 2, 3, 1, 5, 6, 0, 7))
+                b = tl.permute(tl.reshape(forwards(b), [4, 8, WARPS, 2, 4, R // 16, 2, 2]), (4, 2, 3, 1, 5, 6, 0, 7))
                 acc = dot(tl.reshape(b, [BLOCK_N, R]), low, tl.zeros([BLOCK_N, 8], tl.float32))
                 acc = tl.permute(tl.reshape(acc, [4, WARPS, 2, 8, 4, 2]), (4, 3, 1, 5, 0, 2))
-                total = y.to(tl.float32) + tl.reshape(acc, [4, 8, WARPS, 2, 8])
+                total = y.to(tl.float32) + forwards(tl.reshape(acc, [4, 8, WARPS, 2, 8]))
                 tl.store(y_at + step * BLOCK_N, total.to(y.dtype), mask=held)
                 b = next_b
                 y = next_y

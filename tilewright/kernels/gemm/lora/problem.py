@@ -18,11 +18,13 @@ __all__ = [
     "TILE",
     "Problem",
     "adapter_order",
+    "along",
     "check_order",
     "dot_width",
     "fetch_ahead",
     "fetch_block",
     "fetch_rows",
+    "forwards",
     "result",
     "some_order",
     "span_at",
@@ -167,6 +169,36 @@ def span_at(pid, N: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, SPA
         part == 0, pid * SPAN, tl.where(part == 1, FIRST + (pid - BEFORE_1) * SPAN, SECOND + (pid - BEFORE_2) * SPAN)
     )
     return part, begin, tl.where(part == 0, FIRST, tl.where(part == 1, SECOND, N))
+
+
+_BACKWARDS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
+
+
+@triton.jit
+def along(values, DIM: tl.constexpr, RANK: tl.constexpr):
+    """`values` along dimension DIM of an index of RANK dimensions, whose threads and then warps lie along dimensions 0, 1, ...
+
+    The last dimension is contiguous in memory. When it loads, Triton gives threads and warps to the other dimensions in their
+    order, and since 3.7 in the opposite order. There `along` reverses them, and `forwards` restores the order of values."""
+    at: tl.constexpr = RANK - 2 - DIM if _BACKWARDS and DIM < RANK - 1 else DIM
+    for i in tl.static_range(RANK):
+        if i != at:
+            values = tl.expand_dims(values, i)
+    return values
+
+
+@triton.jit
+def forwards(values):
+    """Dimensions in the order of `along`, from the order in memory; and back."""
+    if _BACKWARDS:
+        if len(values.shape) == 6:
+            return tl.permute(values, (4, 3, 2, 1, 0, 5))
+        elif len(values.shape) == 5:
+            return tl.permute(values, (3, 2, 1, 0, 4))
+        else:
+            return tl.permute(values, (1, 0, 2))
+    else:
+        return values
 
 
 @triton.jit

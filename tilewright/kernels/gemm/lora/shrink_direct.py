@@ -21,7 +21,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.gemm.lora.problem import CHUNK, Problem, fetch_rows, result, tile_at, tiles_of, wait
+from tilewright.kernels.gemm.lora.problem import CHUNK, Problem, along, fetch_rows, forwards, result, tile_at, tiles_of, wait
 from tilewright.kernels.hopper.descriptors import card_of
 from tilewright.kernels.launch.pdl import launch_options, overlaps, release
 from tilewright.kernels.launch.shapes import rows_of
@@ -64,24 +64,26 @@ def _shrink_direct_kernel(
     if tl.minimum(end - first, adapter + 1) > 0:  # one condition, so that the loads do not wait for each other
         BLOCK_K: tl.constexpr = 128
         chunk = tl.program_id(0) * WARPS
-        # Triton gives threads and warps to the first dimensions, in this order: 4 (q), 8, warps. The last is contiguous.
-        k = tl.arange(0, 4)[:, None, None, None, None] * 8 + tl.arange(0, 8)[None, None, None, None, :]
-        k += tl.arange(0, BLOCK_K // 32)[None, None, None, :, None] * 32
-        k += (chunk + tl.arange(0, WARPS)[None, None, :, None, None]) * CHUNK_K
-        row = tl.arange(0, 8)[:, None] + tl.arange(0, 2)[None, :] * 8
+        # a: q, row, warp, row half, block of 32, features
         a_ptr += (tl.maximum(adapter, 1) - 1).to(tl.int64) * (M * K) + tl.program_id(2) * (16 * K)
-        a_at = a_ptr + row[None, :, None, :, None, None] * K + k[:, :, :, None]
+        a_at = a_ptr + along(tl.arange(0, 8) * K, 1, 6) + along(tl.arange(0, 2) * (8 * K), 3, 6)
+        a_at += along(tl.arange(0, 4) * 8, 0, 6) + along((chunk + tl.arange(0, WARPS)) * CHUNK_K, 2, 6)
+        a_at += along(tl.arange(0, BLOCK_K // 32) * 32, 4, 6) + along(tl.arange(0, 8), 5, 6)
+        # x: q, token, warp, block of 32, features
+        k = along(tl.arange(0, 4) * 8, 0, 5) + along((chunk + tl.arange(0, WARPS)) * CHUNK_K, 2, 5)
+        k += along(tl.arange(0, BLOCK_K // 32) * 32, 3, 5) + along(tl.arange(0, 8), 4, 5)
         for begin in tl.range(first, end, 8, num_stages=1):
             place = begin + tl.arange(0, 8)
             acc = tl.zeros([WARPS, 16, 8], tl.float32)
             if adapter > 0:
-                a = tl.load(a_at)  # q, row, warp, row half, block of 32, features
+                a = tl.load(a_at)
                 if FETCH:
                     thread = tl.arange(0, 32 * WARPS)
                     fetch_rows(a_ptr + thread % 16 * K + (chunk + thread // 32) * CHUNK_K, 2 * CHUNK_K)
-                mine = (place < end)[None, :, None, None, None]
-                tokens = tl.load(adapters_ptr + place, mask=place < end, other=0).to(tl.int64)
-                x_at = x_ptr + row_start(tokens, x_row_stride, K)[None, :, None, None, None] + k
+                row = begin + along(tl.arange(0, 8), 1, 5)
+                mine = row < end
+                tokens = tl.load(adapters_ptr + row, mask=mine, other=0).to(tl.int64)
+                x_at = x_ptr + row_start(tokens, x_row_stride, K) + k
                 if PDL:
                     wait()
                 x = tl.load(x_at, mask=mine, other=0.0)
@@ -90,8 +92,8 @@ def _shrink_direct_kernel(
                     if step + BLOCK_K < CHUNK_K:
                         next_a = tl.load(a_at + (step + BLOCK_K))
                         next_x = tl.load(x_at + (step + BLOCK_K), mask=mine, other=0.0)
-                    a = tl.permute(tl.reshape(a, [4, 8, WARPS, 2, BLOCK_K // 32, 2, 2, 2]), (2, 3, 1, 4, 5, 6, 0, 7))
-                    x = tl.permute(tl.reshape(x, [4, 8, WARPS, BLOCK_K // 32, 2, 2, 2]), (2, 3, 4, 5, 0, 6, 1))
+                    a = tl.permute(tl.reshape(forwards(a), [4, 8, WARPS, 2, BLOCK_K // 32, 2, 2, 2]), (2, 3, 1, 4, 5, 6, 0, 7))
+                    x = tl.permute(tl.reshape(forwards(x), [4, 8, WARPS, BLOCK_K // 32, 2, 2, 2]), (2, 3, 4, 5, 0, 6, 1))
                     acc = dot(tl.reshape(a, [WARPS, 16, BLOCK_K]), tl.reshape(x, [WARPS, BLOCK_K, 8]), acc)
                     a = next_a
                     x = next_x
