@@ -77,7 +77,7 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
 
 SPACE = Space(
     default=_default,
-    axes={"STEPS": (1, 2, 4, 8), "FETCH": (0, 2, 7), "num_warps": (1, 2)},
+    axes={"STEPS": (1, 2, 4, 8), "FETCH": (0, 2, 7), "num_warps": (1,)},
     refusal=_config_refusal,
 )
 
@@ -123,8 +123,7 @@ def _expand_direct_kernel(
             for c in tl.static_range(1, CHUNKS):
                 low += tl.load(h_at + c * n_tokens.to(tl.int64) * (PARTS * R), mask=mine, other=0.0)
             low = tl.reshape(forwards((low * scale).to(b.dtype)), [4, 8, R // 16, 2, 2])
-            low = tl.permute(low, (2, 3, 0, 4, 1))
-            low = tl.reshape(low, [R, 8])
+            low = tl.reshape(tl.permute(low, (2, 3, 0, 4, 1)), [R, 8])
             y = tl.load(y_at, mask=held, other=0.0)
             for step in tl.static_range(STEPS):
                 next_b, next_y = b, y

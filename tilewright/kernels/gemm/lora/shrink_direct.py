@@ -49,7 +49,7 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
 
 SPACE = Space(
     default=lambda device, problem: {"FETCH": 1, "num_warps": 1, "maxnreg": 80},
-    axes={"FETCH": (0, 1), "num_warps": (1, 4), "maxnreg": (80, 128)},
+    axes={"FETCH": (0, 1), "num_warps": (1,), "maxnreg": (80, 128)},
     refusal=_config_refusal,
 )
 
