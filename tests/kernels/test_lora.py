@@ -13,7 +13,7 @@ from tilewright.hw.device import device_named, device_of
 from tilewright.kernels.gemm.lora.expand import lora_expand_add_op
 from tilewright.kernels.gemm.lora.problem import tiles_of
 from tilewright.nn import Linear, LoraStack
-from tilewright.op import Inputs, on_card
+from tilewright.op import Inputs, on_card, prefer
 
 GPU = torch.cuda.is_available()
 TORCH_DEVICE = "cuda" if GPU else "cpu"
@@ -89,6 +89,34 @@ def test_a_row_has_the_same_bits_in_any_company(seed: int, dtype: torch.dtype) -
         assert torch.equal(added(everybody[row : row + 1])[0], whole[row])
     backwards = added(everybody.flip(0)).flip(0)
     assert torch.equal(backwards, whole)
+
+
+@needs_triton
+@pytest.mark.parametrize(("parts", "rank"), [((128, 64, 64), 16), ((64,), 32)])
+def test_without_shared_memory_rows_are_the_definition_in_any_company(parts: tuple[int, ...], rank: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(torch.bfloat16).to(TORCH_DEVICE)
+
+    layer = Linear(512, parts, device=TORCH_DEVICE, dtype=torch.bfloat16).requires_grad_(False)
+    stack = LoraStack(parts, 512, adapters=2, rank=rank, device=TORCH_DEVICE, dtype=torch.bfloat16)
+    for number in range(2):
+        pairs = {part: (randn(rank, 512, scale=512**-0.5), randn(rows, rank)) for part, rows in enumerate(parts)}
+        stack.put(number, pairs, dict.fromkeys(range(len(parts)), 0.5 + number))
+    x, ids = randn(29, 512), torch.tensor([2] * 18 + [0, 1] * 5 + [1], device=TORCH_DEVICE)
+    layer.adapter = stack
+    y = torch.zeros(29, sum(parts), dtype=torch.bfloat16, device=TORCH_DEVICE)
+    with prefer("direct"):
+        got = layer(x, adapters=ops.adapter_order(ids))
+        added = stack.add(y.clone(), x, ops.adapter_order(ids))
+        alone = stack.add(y[:1].clone(), x[20:21], ops.adapter_order(ids[20:21]))
+        backwards = stack.add(y.clone(), x.flip(0), ops.adapter_order(ids.flip(0))).flip(0)
+    want = truth(layer, stack, x, ids)
+    scale = want.square().mean().sqrt()
+    assert ((got.double() - want).square().mean().sqrt() / scale).item() < 3 * LIMITS[torch.bfloat16][1]
+    assert torch.equal(backwards, added)
+    assert torch.equal(alone[0], added[20])
 
 
 @needs_triton

@@ -74,8 +74,8 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     ),
     "lora_expand_add": ({"M": 20, "N": 4096, "adapters": 3}, {"M": 20, "N": 4096, "adapters": 3, "dtype": torch.float32}),
     "lora_shrink": (
-        {"M": 20, "K": 1024, "parts": 3, "adapters": 3},
-        {"M": 20, "K": 1024, "parts": 3, "adapters": 3, "dtype": torch.float32},
+        {"M": 20, "K": 2048, "parts": 3, "adapters": 3},
+        {"M": 20, "K": 2048, "parts": 3, "adapters": 3, "dtype": torch.float32},
     ),
     "layer_norm_quantize": ({"M": 4, "N": 128}, {"M": 4, "N": 512}, {"M": 4, "N": 1024, "keep": True}),
     "conv_codes": (

@@ -6,8 +6,7 @@
     y [T, N], b [S, N, R]: of the same dtype, bf16, fp16 or fp32; y is changed in place. h [C, T, P R] float32, the result of
     `lora_shrink`; scales [S, P] float32. The rows of B (columns of y) are divided into parts, which end at `first`, `second`
     and N. There is one part if both are N, and there are two if only `second` is N. A token without an adapter (0) keeps its
-    bits. The scaled sum of h is rounded to b's dtype. The product is accumulated in float32 and rounded; then its sum with y is
-    rounded. So y may also be added later: the sum of y and what `lora_expand_add` makes of zeros has the same bits.
+    bits. The scaled sum of h is rounded to b's dtype. The product is accumulated in float32, and its sum with y is rounded.
 
 Limited by memory bandwidth: y is read and written, and B is read for the adapters in use. Rows without an adapter cost nothing.
 A program has one tile of tokens, which have the same adapter, and STEPS blocks of BLOCK_N columns, for which it adds up h once.
@@ -27,6 +26,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.gemm.lora.expand_direct import DIRECT
 from tilewright.kernels.gemm.lora.problem import (
     CHUNK,
     TILE,
@@ -36,6 +36,8 @@ from tilewright.kernels.gemm.lora.problem import (
     dot_width,
     fetch_ahead,
     some_order,
+    span_at,
+    spans_of,
     tile_at,
     tiles_of,
     used,
@@ -52,20 +54,15 @@ __all__ = ["lora_expand_add", "lora_expand_add_op"]
 # ---- reference
 
 
-def _spans(n: int, first: int, second: int) -> list[tuple[int, int]]:
-    """(begin, end) of the rows of each part. Empty parts are left out."""
-    return [(begin, end) for begin, end in ((0, first), (first, second), (second, n)) if end > begin]
-
-
 def _reference(
     y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, first: int, second: int, chained: bool
 ) -> None:  # fmt: skip
     rank, total = b.shape[2], h.sum(0)
     for index, tokens in used(adapters):
-        for part, (begin, end) in enumerate(_spans(y.shape[1], first, second)):
+        for part, (begin, end) in enumerate(spans_of(y.shape[1], first, second)):
             low = (total[tokens, part * rank : (part + 1) * rank] * scales[index, part]).to(b.dtype).to(h.dtype)
             delta = low @ b[index, begin:end].to(h.dtype).mT
-            y[tokens, begin:end] += delta.to(y.dtype)
+            y[tokens, begin:end] = (y[tokens, begin:end].to(h.dtype) + delta).to(y.dtype)
 
 
 def _cost(
@@ -111,7 +108,7 @@ def _arguments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, bool]:  # fmt: skip
     """M tokens. first, second: the ends of parts; 0 means N. K: the features from which h was made. one: a single adapter."""
     first, second = first or N, second or N
-    parts = len(_spans(N, first, second))
+    parts = len(spans_of(N, first, second))
     y = inputs.randn(M, row_stride or N, dtype=dtype)[:, :N]
     h = inputs.randn(ceil_div(K, CHUNK), M, parts * R)
     b = inputs.randn(adapters, N, R, dtype=dtype, scale=R**-0.5)
@@ -134,22 +131,12 @@ EXAMPLES = (
     Example("one adapter", lambda inputs: _arguments(inputs, M=33, N=136, R=16, K=1100, adapters=4, one=True)),
     Example("one", lambda inputs: _arguments(inputs, M=1, N=1, R=1, K=1, adapters=1, dtype=torch.float32, one=True)),
     Example("chained", lambda inputs: _arguments(inputs, M=21, N=384, K=1024, first=256, adapters=2, chained=True)),
+    Example("rank of 32", lambda inputs: _arguments(inputs, M=19, N=128, R=32, K=64, adapters=2, dtype=torch.float16)),
+    Example("whole tiles", lambda inputs: _arguments(inputs, M=25, N=192, K=512, first=128, adapters=2, one=True)),
     Example("no rows", lambda inputs: _arguments(inputs, M=0, N=32)),
 )
 
 # ---- kernel
-
-
-@triton.jit
-def _span(pid, N: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, SPAN: tl.constexpr):
-    """(part, first column, end of the part) of span `pid` of SPAN columns. No span contains columns of two parts."""
-    BEFORE_1: tl.constexpr = (FIRST + SPAN - 1) // SPAN
-    BEFORE_2: tl.constexpr = BEFORE_1 + (SECOND - FIRST + SPAN - 1) // SPAN
-    part = (pid >= BEFORE_1).to(tl.int32) + (pid >= BEFORE_2).to(tl.int32)
-    begin = tl.where(
-        part == 0, pid * SPAN, tl.where(part == 1, FIRST + (pid - BEFORE_1) * SPAN, SECOND + (pid - BEFORE_2) * SPAN)
-    )
-    return part, begin, tl.where(part == 0, FIRST, tl.where(part == 1, SECOND, N))
 
 
 @triton.jit
@@ -191,7 +178,7 @@ def _expand_kernel(
 ):  # fmt: skip
     first, end, adapter = tile_at(adapters_ptr, tl.program_id(1), n_tokens)
     if tl.minimum(end - first, adapter) > 0:  # one condition, so that the loads do not wait for each other
-        part, begin, stop = _span(tl.program_id(0), N, FIRST, SECOND, BLOCK_N * STEPS)
+        part, begin, stop = span_at(tl.program_id(0), N, FIRST, SECOND, BLOCK_N * STEPS)
         index = (adapter - 1).to(tl.int64)
         b_ptr += index * (N * R)
         SECTOR: tl.constexpr = 256 // b_ptr.dtype.element_ty.primitive_bitwidth
@@ -232,8 +219,7 @@ def _expand_kernel(
             written = held[:, None]
             if not EVEN:
                 written = written & (column[None, :] < stop)
-            total = y.to(tl.float32) + acc.to(y.dtype).to(tl.float32)
-            tl.store(y_rows + column[None, :], total.to(y.dtype), mask=written)
+            tl.store(y_rows + column[None, :], (y.to(tl.float32) + acc).to(y.dtype), mask=written)
             b = next_b
             y = next_y
     elif PDL:
@@ -254,7 +240,7 @@ def _launch(
 ) -> None:  # fmt: skip
     tokens, row_stride = rows_of(y)
     held, n, rank = b.shape
-    spans = _spans(n, first, second)
+    spans = spans_of(n, first, second)
     if y.numel() and rank:
         span, width = config["BLOCK_N"] * config["STEPS"], dot_width(rank)
         even = rank % width == 0 and all((end - begin) % span == 0 for begin, end in spans)
@@ -278,8 +264,8 @@ lora_expand_add_op = Op(
     examples=EXAMPLES,
     make=_arguments,
     mutates=("y",),
-    roundings=3,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
+    roundings=2,
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True), DIRECT),
 )
 
 

@@ -18,10 +18,17 @@ __all__ = [
     "TILE",
     "Problem",
     "adapter_order",
+    "along",
     "check_order",
     "dot_width",
     "fetch_ahead",
+    "fetch_block",
+    "fetch_rows",
+    "forwards",
+    "result",
     "some_order",
+    "span_at",
+    "spans_of",
     "tile_at",
     "tiles_of",
     "used",
@@ -79,6 +86,12 @@ def check_order(op: str, adapters: Tensor, tokens: int) -> None:
         raise ValueError(f"{op}: adapters must be contiguous [4, {tokens}] torch.int32, as adapter_order makes it; got {got}")
 
 
+def result(x: Tensor, a: Tensor) -> Tensor:
+    """An uninitialised result of `lora_shrink`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(-(-x.shape[1] // CHUNK), x.shape[0], a.shape[1], dtype=wide)
+
+
 def used(adapters: Tensor) -> Sequence[tuple[int, Tensor]]:
     """(index in A and B, its tokens) of each adapter that any token has. Waits for the device."""
     tokens, ids = adapters[:2].long().unbind()
@@ -93,6 +106,11 @@ def some_order(tokens: int, held: int, one: bool = False) -> list[int]:
 def dot_width(rank: int) -> int:
     """The width of a tile for a rank, or a part of it: at least the 16 columns that tensor cores need."""
     return max(16, min(64, next_pow2(rank)))
+
+
+def spans_of(n: int, first: int, second: int) -> list[tuple[int, int]]:
+    """(begin, end) of the rows of each part. Empty parts are left out."""
+    return [(begin, end) for begin, end in ((0, first), (first, second), (second, n)) if end > begin]
 
 
 _COMPILED = tl.constexpr(not env.interpreting())
@@ -113,6 +131,74 @@ def fetch_ahead(ptrs):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def fetch_block(ptr, BYTES: tl.constexpr):
+    """Prefetch BYTES contiguous bytes into L2, by one instruction of one thread. BYTES and the address are multiples of 16.
+
+    Compiles to nothing for cards before sm_90."""
+    if _COMPILED:
+        if cuda_capability_geq(9, 0):
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+                "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+                "=r,l,r", [ptr, tl.full([], BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def fetch_rows(ptrs, BYTES: tl.constexpr):
+    """The same for the bytes at each of these addresses, one for each thread. Only the first half of each warp prefetches."""
+    if _COMPILED:
+        if cuda_capability_geq(9, 0):
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.lt.u32 p, t, 16; "
+                "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+                "=r,l,r", [ptrs, tl.full(ptrs.shape, BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def span_at(pid, N: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, SPAN: tl.constexpr):
+    """(part, first column, end of the part) of span `pid` of SPAN columns. No span contains columns of two parts."""
+    BEFORE_1: tl.constexpr = (FIRST + SPAN - 1) // SPAN
+    BEFORE_2: tl.constexpr = BEFORE_1 + (SECOND - FIRST + SPAN - 1) // SPAN
+    part = (pid >= BEFORE_1).to(tl.int32) + (pid >= BEFORE_2).to(tl.int32)
+    begin = tl.where(
+        part == 0, pid * SPAN, tl.where(part == 1, FIRST + (pid - BEFORE_1) * SPAN, SECOND + (pid - BEFORE_2) * SPAN)
+    )
+    return part, begin, tl.where(part == 0, FIRST, tl.where(part == 1, SECOND, N))
+
+
+_BACKWARDS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
+
+
+@triton.jit
+def along(values, DIM: tl.constexpr, RANK: tl.constexpr):
+    """`values` along dimension DIM of an index of RANK dimensions, whose threads and then warps lie along dimensions 0, 1, ...
+
+    The last dimension is contiguous in memory. When it loads, Triton gives threads and warps to the other dimensions in their
+    order, and since 3.7 in the opposite order. There `along` reverses them, and `forwards` restores the order of values."""
+    at: tl.constexpr = RANK - 2 - DIM if _BACKWARDS and DIM < RANK - 1 else DIM
+    for i in tl.static_range(RANK):
+        if i != at:
+            values = tl.expand_dims(values, i)
+    return values
+
+
+@triton.jit
+def forwards(values):
+    """Dimensions in the order of `along`, from the order in memory; and back."""
+    if _BACKWARDS:
+        if len(values.shape) == 6:
+            return tl.permute(values, (4, 3, 2, 1, 0, 5))
+        elif len(values.shape) == 5:
+            return tl.permute(values, (3, 2, 1, 0, 4))
+        else:
+            return tl.permute(values, (1, 0, 2))
+    else:
+        return values
 
 
 @triton.jit
