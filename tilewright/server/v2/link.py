@@ -87,7 +87,8 @@ class Link(Frames):
         """Called with messages from the front."""
         for kind, number, text, body in self.messages(data):
             if kind == REPEATED_REQUESTS:
-                self._repeats.begin(self, number, numbers(body), self._begin)
+                groups = None if self._fronts.draining() else self
+                self._repeats.begin(groups, number, numbers(body), self._begin)
             elif kind == REQUEST:
                 self._begin(number, self._key(text), body)
             elif kind == DEFINE_REQUEST:

@@ -34,6 +34,10 @@ class Key(NamedTuple):
     """The route under which the request is counted."""
 
 
+Begin = Callable[[int, Key, bytes], object]
+"""Begins to answer a request alone: its number, key and body."""
+
+
 class Lane(NamedTuple):
     """What the requests of a group have in common."""
 
@@ -115,8 +119,19 @@ class Repeats:
         self._contents[number] = key, body
         self._repeats.pop(number, None)
 
-    def begin(self, link: Replies, first: int, contents: Sequence[int], alone: Callable[[int, Key, bytes], object]) -> None:
-        """Begin to answer requests whose numbers count from `first`. `alone` begins a request that takes the usual way."""
+    def begin(self, link: Replies | None, first: int, contents: Sequence[int], alone: Begin) -> None:
+        """Begin to answer requests whose numbers count from `first`.
+
+        Args:
+            link: answers groups; None: there are no groups.
+            first: number of the first request.
+            contents: number of each request's content.
+            alone: begins a request that takes the usual way.
+        """
+        if link is None:
+            for number, content in enumerate(contents, first):
+                alone(number, *self._contents[content])
+            return
         begin, lane, group, known = first, None, list[Repeat](), self._repeats
         for number, content in enumerate(contents, first):
             repeat = known.get(content) or self._found(content)
@@ -138,7 +153,7 @@ class Repeats:
         numbers: range,
         repeats: list[Repeat],
         contents: Sequence[int],
-        alone: Callable[[int, Key, bytes], object],
+        alone: Begin,
     ) -> None:
         version = self._host.steady(lane.model, lane.number)
         if version is None or version.serial != lane.serial:  # another version was loaded since
