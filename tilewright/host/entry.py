@@ -91,7 +91,7 @@ class Entry:
         return tuple(map(inputs.__getitem__, self._input_names))
 
     def begin_group(self, group: Group, plan: Plan, priority: int, timeout_s: float | None) -> None:
-        """`begin` for requests that arrived together and differ only in their tensors.
+        """`begin` for requests that arrived together and differ only in their tensors; `all_there` has to be called next.
 
         `group` is told of errors, too: each request that has no room in the queue is refused.
         """
@@ -110,7 +110,7 @@ class Entry:
             if room:
                 item, rest = rest, None if room == rest.count else self._batcher.divide(rest, room)
                 self._batcher.add(item, instances)
-                self._entered(item)
+                self._overtakes(item)
             if rest is None:
                 break
             if not full:
@@ -154,12 +154,22 @@ class Entry:
         except Full as error:
             self.stats.refused, waiting.item = self.stats.refused + 1, None
             raise self._overloaded(error) from None
-        self._entered(item)
+        self._overtakes(item)
+        self._all_there_soon()
 
-    def _entered(self, item: Item) -> None:
-        """Called when an item is in the queue."""
+    def _overtakes(self, item: Item) -> None:
+        """Recall the batch that was sent ahead if an item, which is in the queue now, has to come first."""
         if self._behind is not None and self._batcher.overtakes(item):
             self._recall()
+
+    def all_there(self, *, turn: bool) -> None:
+        """Called after groups have begun. `turn`: they are all that has arrived in a turn of the event loop."""
+        if turn:
+            self._pump()
+        else:
+            self._all_there_soon()
+
+    def _all_there_soon(self) -> None:
         # Call it after all requests of this turn of the event loop have arrived, so that they form one batch. If requests come
         # one by one, this would only make a single client wait until the end of the turn.
         if not self._soon:

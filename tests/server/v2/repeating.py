@@ -25,6 +25,7 @@ from tilewright.server.v2.relay import (
     numbers,
     packed,
 )
+from tilewright.server.v2.repeats import Repeats
 
 SLOT = 32
 """Bytes of a request in the file: 16 of its input, 16 of its output."""
@@ -54,6 +55,7 @@ class World:
         await self.host.start()
         self.counts = HttpCounts(lambda: 0, Counter())
         about = {"host": self.host, "regions": self.regions, "counts": self.counts, "draining": lambda: self.draining}
+        about["repeats"] = Repeats(self.host, self.regions, about["draining"])
         self.link = Link(SimpleNamespace(**about), None, None)  # pyright: ignore[reportArgumentType]
         self.link._stream = SimpleNamespace(write=self._heard)  # pyright: ignore[reportAttributeAccessIssue]
         for slot in range(SLOTS):

@@ -42,7 +42,7 @@ def test_requests_of_a_message_are_one_item_and_one_message_back(run: Callable[.
         counted, ok = stats.inferences, world.counts.requests["/v2/models/*", 200]
         world.write({slot: slot + 1 for slot in range(10)})
         asked = world.ask(*range(10))
-        assert world.version.waiting == 10
+        assert set(world.link._open) == set(), "they begin at the end of the turn"
         assert set(await world.answered(*asked)) == {200}
         assert world.outputs()[:10] == [2.0 * (slot + 1) for slot in range(10)]
         assert world.repeated == [asked]
@@ -304,12 +304,8 @@ def test_a_front_that_ends_gives_its_requests_up(run: Callable[..., None]) -> No
         world.ask(0, 1)
         await asyncio.sleep(0.005)
         world.ask(2, 3, 4)
-        for number, one in world.link._open.items():
-            one.cancel(number)
-        world.link._open.clear()
-        world.link._repeats.close()
+        world.link.give_up()
         assert world.version.waiting == 0
-        assert world.link._repeats.forget not in world.regions.watchers
         while world.host.running:
             await asyncio.sleep(0.001)
         assert not world.repeated
@@ -321,7 +317,7 @@ def test_models_that_need_more_than_a_version_take_the_usual_way(run: Callable[.
     async def test(world: World) -> None:
         await world.twice(*range(3))
         await world.answered(*world.ask(*range(3)))
-        assert not world.link._repeats._repeats
+        assert not world.link.contents.repeats
 
     run(test, cache=8)
 
@@ -335,8 +331,7 @@ def test_contents_that_get_the_number_of_another(run: Callable[..., None], monke
         world.write({0: 1, 1: 2, 2: 3})
         assert await world.answered(*world.ask(0, 1, 2, 0)) == [200] * 4
         assert world.outputs()[:3] == [2, 4, 6]
-        request = world.link._repeats._contents[2]
-        world.link._repeats.define(0, *request)
+        world.link.contents.define(0, *world.link.contents.known[2])
         world.write({0: 1, 2: 5})
         assert await world.answered(*world.ask(0, 0)) == [200] * 2
         assert world.outputs()[:3] == [0, 4, 10]

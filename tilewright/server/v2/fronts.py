@@ -28,6 +28,7 @@ from tilewright.server.metrics import HttpCounts
 from tilewright.server.v2.heading import Heads, Request
 from tilewright.server.v2.link import Link
 from tilewright.server.v2.relay import MAX_MOVED_BYTES
+from tilewright.server.v2.repeats import Repeats
 from tilewright.server.v2.room import Rooms
 
 __all__ = ["Fronts"]
@@ -68,7 +69,7 @@ class Fronts:
         self.host, self.counts, self.draining, self.regions = host, counts, draining, regions
         self.connections = connections
         self._config, self._heads = config, heads
-        self._links = set[Link]()
+        self._links, self.repeats = set[Link](), Repeats(host, regions, draining)
         self.rooms = Rooms(connections, lambda: [link for link in self._links if link.ready])
         self._loop = asyncio.get_running_loop()
         self._tasks = set[asyncio.Task[None]]()
@@ -143,6 +144,7 @@ class Fronts:
         for task in self._tasks:
             task.cancel()
         end_s, links = time.monotonic() + END_S, list(self._links)
+        self.repeats.close()
         for link in links:
             link.end()
         for link in links:

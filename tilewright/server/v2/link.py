@@ -35,7 +35,7 @@ from tilewright.server.v2.relay import (
     numbers,
     packed,
 )
-from tilewright.server.v2.repeats import Key, Lane, Repeated, Repeats
+from tilewright.server.v2.repeats import Contents, Key, Lane, Repeated
 
 if TYPE_CHECKING:
     from tilewright.server.v2.fronts import Fronts
@@ -56,7 +56,8 @@ class Link(Frames):
         self._open = dict[int, _Passed | Repeated]()
         """Number of a request that is not answered yet -> the request, or the group that it belongs to."""
         self._keys = dict[bytes, Key]()
-        self._repeats = Repeats(fronts.host, fronts.regions)
+        self._repeats, self.contents = fronts.repeats, Contents()
+        self._repeats.add(self)
         self._known_answers = dict[bytes, int]()
         """Body of an answer -> the number by which the front knows it."""
         self._made = list[_Passed]()
@@ -76,26 +77,32 @@ class Link(Frames):
         self.ready = False
         self._loop.remove_reader(self._moves.fileno())
         self._moves.close()
-        for number, one in self._open.items():
-            one.cancel(number)
-        self._open.clear()
-        self._repeats.close()
+        self.give_up()
         self._fronts.lost(self)
         self._loop.run_in_executor(None, self.process.wait)
+
+    def give_up(self) -> None:
+        """Give up all requests, because the front has ended."""
+        self._repeats.lost(self)
+        for number, one in self._open.items():
+            one.cancel(self, number)
+        self._open.clear()
 
     def data_received(self, data: bytes) -> None:
         """Called with messages from the front."""
         for kind, number, text, body in self.messages(data):
             if kind == REPEATED_REQUESTS:
-                groups = None if self._fronts.draining() else self
-                self._repeats.begin(groups, number, numbers(body), self._begin)
+                self._repeats.arrived(self, number, numbers(body))
             elif kind == REQUEST:
-                self._begin(number, self._key(text), body)
+                self.begin_alone(number, self._key(text), body)
             elif kind == DEFINE_REQUEST:
-                self._repeats.define(number, self._key(text), body)
+                if number in self.contents.known:  # requests may still name the content that had this number
+                    self._repeats.begin()
+                self.contents.define(number, self._key(text), body)
             elif kind == CANCEL:
+                self._repeats.begin()
                 if (one := self._open.pop(number, None)) is not None:
-                    one.cancel(number)
+                    one.cancel(self, number)
             elif kind == CLOSED:
                 self._left()
                 if text:
@@ -147,7 +154,8 @@ class Link(Frames):
             found = self._keys[text] = Key(head, self._fronts.counts.route(head.path))
         return found
 
-    def _begin(self, number: int, key: Key, body: bytes) -> None:
+    def begin_alone(self, number: int, key: Key, body: bytes) -> None:
+        """See `repeats.Replies`."""
         one, fronts = _Passed(self, number, key.route), self._fronts
         self._open[number] = one
         if fronts.draining():
@@ -268,7 +276,7 @@ class _Passed(Pending):
     def ready(self, *, alone: bool) -> None:
         self._link.answered(self, alone=alone)
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, link: Link, number: int) -> None:
         """Nobody waits for the answer any more."""
         self.give_up()
 
