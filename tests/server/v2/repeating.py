@@ -56,10 +56,16 @@ class World:
         self.counts = HttpCounts(lambda: 0, Counter())
         about = {"host": self.host, "regions": self.regions, "counts": self.counts, "draining": lambda: self.draining}
         about["repeats"] = Repeats(self.host, self.regions, about["draining"])
-        self.link = Link(SimpleNamespace(**about), None, None)  # pyright: ignore[reportArgumentType]
-        self.link._stream = SimpleNamespace(write=self._heard)  # pyright: ignore[reportAttributeAccessIssue]
+        self.about = SimpleNamespace(**about)
+        self.link = self.another()
         for slot in range(SLOTS):
             self.define(slot)
+
+    def another(self) -> Link:
+        """The end of another front, which numbers requests and contents as the first one does."""
+        link = Link(self.about, None, None)  # pyright: ignore[reportArgumentType]
+        link._stream = SimpleNamespace(write=self._heard)  # pyright: ignore[reportAttributeAccessIssue]
+        return link
 
     @property
     def version(self) -> Any:

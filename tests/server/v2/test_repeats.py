@@ -16,7 +16,7 @@ from tests.host.fakes import Dies, Makes
 from tests.server.v2.repeating import SLOT, World
 from tests.server.v2.running import double
 from tilewright.server.v2 import repeats
-from tilewright.server.v2.relay import CANCEL, frame
+from tilewright.server.v2.relay import CANCEL, REPEATED_ANSWERS, REPEATED_REQUESTS, Frames, frame, numbers, packed
 
 Test = Callable[[World], Awaitable[None]]
 
@@ -51,6 +51,52 @@ def test_requests_of_a_message_are_one_item_and_one_message_back(run: Callable[.
         assert world.counts.requests["/v2/models/*", 200] - ok == 10
         assert stats.times["success"].count == stats.times["queue"].count == stats.inferences
         assert json.loads(world.answers[asked[0]][1])["outputs"][0]["shape"] == [1, 4]
+
+    run(test)
+
+
+def test_messages_of_one_turn_and_of_several_fronts_are_one_group(run: Callable[..., None]) -> None:
+    async def test(world: World) -> None:
+        await world.twice(*range(8))
+        heard, other = list[tuple[int, list[int]]](), world.another()
+        for slot in range(4):
+            other.contents.define(slot, *world.link.contents.known[slot + 4])
+        for number, link in enumerate((world.link, other)):
+            link._stream.write = lambda data, number=number: heard.extend(  # pyright: ignore
+                (number, list(numbers(body))) for kind, _, _, body in Frames().messages(data) if kind == REPEATED_ANSWERS
+            )
+        world.write({slot: slot + 1 for slot in range(8)})
+        handed = len(world.fake.handed)
+        for first, some in ((50, [0, 1]), (52, [2]), (53, [3])):
+            for link in (world.link, other):
+                link.data_received(frame(REPEATED_REQUESTS, first, body=packed(some)))
+        other.data_received(frame(CANCEL, 52))
+        while len(heard) < 2:
+            await asyncio.sleep(0.001)
+        assert sorted(heard) == [(0, [50, 51, 52, 53]), (1, [50, 51, 53])]
+        assert world.fake.handed[handed:] == [[1] * 7]
+        assert world.outputs()[:8] == [2, 4, 6, 8, 10, 12, 0, 16]
+        assert not other._open
+        world.fake.seconds = 0.02
+        for link in (world.link, other):
+            link.data_received(frame(REPEATED_REQUESTS, 60, body=packed([0, 1])))
+        await asyncio.sleep(0.005)
+        other.give_up()
+        while len(heard) < 3:
+            await asyncio.sleep(0.001)
+        assert heard[2:] == [(0, [60, 61])]
+
+    run(test)
+
+
+def test_one_by_one_they_begin_at_once(run: Callable[..., None]) -> None:
+    async def test(world: World) -> None:
+        await world.twice(0)
+        for _ in range(8):
+            await world.answered(*world.ask(0))
+        asked = world.ask(0)
+        assert world.fake.busy
+        assert await world.answered(*asked) == [200]
 
     run(test)
 
