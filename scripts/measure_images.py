@@ -327,8 +327,8 @@ def measure_offline(run: Run, folder: Path, env: dict[str, str]) -> None:
         end(process, 0.5)
 
 
-def arguments() -> argparse.Namespace:
-    """What the command line says."""
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """What the command line says; or `words`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--model", default="resnet50", help=f"name of the model, as for `tilewright compare`, or {FIRST}")
@@ -363,7 +363,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--no-locks", action="store_true", help="have the processor copy what is in shared memory")
     parser.add_argument("--offline", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    asked = parser.parse_args(words)
     asked.out = asked.out.resolve()
     asked.precision = asked.precision or ("fp32" if asked.device == "cpu" and asked.model != FIRST else "fp16")
     return asked

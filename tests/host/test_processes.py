@@ -293,7 +293,9 @@ def test_tables_of_reads_that_are_longer_than_a_packet(tmp_path: Path) -> None:
     """More rows than a packet can name."""
     most = intake.MAX_TABLE // 40
     part, count = in_memory(tmp_path, 1).part(regions.Place("r", 8, 16)), 2 * most + 1
-    tables = list(intake.packed([(number, part, 16 * number) for number in range(count)]))
+    reads = intake.Reads()
+    reads.extend(range(count), [part] * count, range(0, 16 * count, 16))
+    tables = list(intake.packed(reads))
     assert [len(table) // 40 for table in tables] == [most, most, 1]
     whole = np.frombuffer(b"".join(tables), np.int64).reshape(count, 5)
     assert (whole[:, 0] == range(count)).all()

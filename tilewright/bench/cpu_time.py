@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Seconds", "served", "share_of", "shared_bytes", "watched"]
+__all__ = ["Seconds", "descendants", "fields", "rows_and_batches", "served", "share_of", "shared_bytes", "watched"]
 
 PROC = Path("/proc")
 ROLES = {"tilewright.server.v2.front\0": "fronts", "tilewright.host.nursery\0": "model"}
@@ -30,12 +30,12 @@ def served(server: int, clients: Sequence[int]) -> Seconds:
         clients: process numbers of the clients.
     """
     found = defaultdict[str, dict[int, float]](dict)
-    for pid in (server, *_descendants(server), *clients):
+    for pid in (server, *descendants(server), *clients):
         try:
             command = (PROC / str(pid) / "cmdline").read_text()
             role = next((role for part, role in ROLES.items() if part in command), "others")
             role = "server" if pid == server else "clients" if pid in clients else role
-            found[role][pid] = sum(map(int, _fields(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+            found[role][pid] = sum(map(int, fields(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
         except OSError:  # it has just ended
             continue
     return found
@@ -74,17 +74,17 @@ def watched(url: str, model: str, server: int, clients: Sequence[int], seconds: 
         share of the bytes in clients' shared memory that a GPU copied itself, None if there were none, "locked_bytes": bytes of
         it whose pages were locked}; {} if no request was answered in time.
     """
-    end_s, first = time.monotonic() + wait_s, _counts(url, model)
-    while _counts(url, model) == first:
+    end_s, first = time.monotonic() + wait_s, rows_and_batches(url, model)
+    while rows_and_batches(url, model) == first:
         if time.monotonic() > end_s:
             return {}
         time.sleep(LOOK_S)
     time.sleep(WARM_UP_S)
     moved = shared_bytes(url, model)
-    began_s, (rows, batches), before = time.monotonic(), _counts(url, model), served(server, clients)
+    began_s, (rows, batches), before = time.monotonic(), rows_and_batches(url, model), served(server, clients)
     time.sleep(seconds)
     after, wall_s = served(server, clients), time.monotonic() - began_s
-    rows_then, batches_then = _counts(url, model)
+    rows_then, batches_then = rows_and_batches(url, model)
     rows, batches = rows_then - rows, batches_then - batches
     moved_then = shared_bytes(url, model)
     direct, read = (moved_then[way] - moved[way] for way in ("direct", "read"))
@@ -114,20 +114,20 @@ def shared_bytes(url: str, model: str) -> dict[str, int]:
     return found
 
 
-def _counts(url: str, model: str) -> tuple[int, int]:
+def rows_and_batches(url: str, model: str) -> tuple[int, int]:
     """(rows, batches) that the server has computed for a model."""
     with urllib.request.urlopen(f"{url}/v2/models/{model}/stats", timeout=10) as answer:
         stats = json.load(answer)["model_stats"]
     return sum(one["inference_count"] for one in stats), sum(one["execution_count"] for one in stats)
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """The process numbers of all children of a process, and of theirs."""
     parents = dict[int, int]()
     for folder in PROC.iterdir():
         if folder.name.isdigit():
             try:
-                parents[int(folder.name)] = int(_fields(int(folder.name))[1])
+                parents[int(folder.name)] = int(fields(int(folder.name))[1])
             except OSError:  # it has just ended
                 continue
     found = [pid]
@@ -136,6 +136,6 @@ def _descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def _fields(pid: int) -> list[str]:
+def fields(pid: int) -> list[str]:
     """What /proc/PID/stat says, from the state on."""
     return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()

@@ -22,16 +22,22 @@ must not make batches smaller than they would be otherwise, and must not let an 
 Two consequences are tested on a simulated clock. If an instance is free, no item waits longer than `max_delay_s`. If all
 instances are busy, an item that fits into the next batch waits for the delay or for the running batch, whichever ends later.
 
+An item may stand for several requests that arrived together and have the same number of rows, priority, deadline and key
+(`count`). Such an item is divided where a batch ends, so that batches are those that would be formed of single requests.
+
 Threads, tensors and the wall clock are not used here. Less urgent items starve while more urgent ones fill every batch; a
 deadline or the bound of the queue ends their wait.
 """
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Batch", "BatchPolicy", "Batcher", "Full", "Item"]
+from tilewright.host.policy import BatchPolicy
+
+__all__ = ["Batch", "BatchPolicy", "Batcher", "Full", "Item", "Parts"]
 
 SLACK_S = 1e-3
 """Seconds before its deadline at which an item leaves that waits for others to join its batch."""
@@ -41,41 +47,17 @@ SMOOTHING = 0.2
 """Weight of the latest batch in the moving average of the speed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchPolicy:
-    """How batches are formed.
+class Parts(Protocol):
+    """The payload of an item that stands for several requests."""
 
-    Raises:
-        ValueError: a value out of range; the message names it.
-    """
-
-    max_rows: int = 64
-    """Most rows of a batch."""
-    max_delay_s: float = 0.0
-    """Seconds for which an item may wait for others to join its batch while an instance is free."""
-    preferred: tuple[int, ...] = ()
-    """Batch sizes in rows at which a batch leaves before the delay is over; the largest one that waiting rows fill is used."""
-    max_waiting: int = 1024
-    """Most items in the queue; more are refused."""
-    max_wait_s: float = 2.0
-    """Longest expected wait of a new item, estimated from the last batches; applies if the rows of a batch already wait."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_rows <= 1 << 16:
-            raise ValueError(f"max_batch is {self.max_rows}, wanted 1 to {1 << 16}")
-        if not 0 <= self.max_delay_s <= 60:
-            raise ValueError(f"max_delay is {self.max_delay_s * 1e3:g} ms, wanted 0 to 60000")
-        if any(not 1 <= size <= self.max_rows for size in self.preferred):
-            raise ValueError(f"preferred sizes are {list(self.preferred)}, wanted sizes from 1 to max_batch={self.max_rows}")
-        if not 1 <= self.max_waiting <= 1 << 20:
-            raise ValueError(f"max_waiting is {self.max_waiting}, wanted 1 to {1 << 20}")
-        if not 0 < self.max_wait_s <= 86400:
-            raise ValueError(f"max_wait_s is {self.max_wait_s:g}, wanted more than 0 and at most 86400")
+    def split(self, count: int, rest: "Item") -> "Parts":
+        """Keep the first `count` requests, and return the others, which are those of the item `rest` from now on."""
+        ...
 
 
 @dataclass(slots=True)
 class Item:
-    """A request in the queue."""
+    """A request in the queue, or several that are alike; `rows` are those of all of them."""
 
     rows: int
     arrival_s: float
@@ -85,8 +67,10 @@ class Item:
     most: int | None = None
     """Most rows of a batch of this key, if that is less than the policy's limit."""
     payload: Any = None
+    count: int = 1
+    """Number of requests. If there are several, `payload` is their `Parts`."""
     number: int = 0
-    """Set by the batcher: the order of arrival."""
+    """Set by the batcher: the order of arrival, of the first request if there are several."""
     gone: bool = False
     """Whether the item has left the queue."""
 
@@ -96,6 +80,11 @@ class Batch(NamedTuple):
 
     items: tuple[Item, ...]
     rows: int
+
+    @property
+    def requests(self) -> int:
+        """Number of requests."""
+        return sum([item.count for item in self.items])
 
 
 class Full(Exception):
@@ -131,49 +120,81 @@ class Batcher:
         """Rows of all items in the queue."""
         return self._rows_waiting
 
-    def wait_s(self, instances: int = 1) -> float:
-        """Estimated seconds until a new item would start, from the duration of the last batches."""
+    def wait_s(self, instances: int = 1, more: int = 0) -> float:
+        """Estimated seconds until a new item would start after `more` new rows, from the duration of the last batches."""
         if self._row_s is None:
             return 0.0
-        return self._batch_s + (self._rows_waiting + self._rows_ahead) * self._row_s / max(1, instances)
+        return self._batch_s + (self._rows_waiting + self._rows_ahead + more) * self._row_s / max(1, instances)
 
     def add(self, item: Item, instances: int = 1, *, taken: bool = False) -> None:
-        """Add an item to the queue. Raises Full if there is no room, or if the item would wait too long.
+        """Add an item to the queue. Raises Full if there is no room, or if (the last request of) the item would wait too long.
 
         `taken`: the item was in a batch before, so that it may wait for any time.
         """
-        policy = self.policy
-        if self._waiting >= policy.max_waiting:
-            raise Full(self._waiting, self.wait_s(instances), "the most that this model's queue can hold")
-        if (
-            self._rows_waiting + self._rows_ahead >= policy.max_rows
-            and not taken
-            and (wait_s := self.wait_s(instances)) > policy.max_wait_s
-        ):
-            most = f"which takes about {wait_s:.1f} s, more than max_wait_s={policy.max_wait_s:g}"
-            raise Full(self._waiting, wait_s, most)
-        self._numbers += 1
-        item.number = self._numbers
+        refusal = self.refusal(item, item.count - 1, instances, taken=taken)
+        if refusal is not None:
+            raise refusal
+        item.number = self._numbers + 1
+        self._numbers += item.count
         self._enter(item)
 
+    def room(self, item: Item, instances: int = 1) -> int:
+        """How many of an item's requests `add` takes; the others would be refused."""
+        if self.refusal(item, item.count - 1, instances) is None:
+            return item.count
+        return bisect_left(range(item.count), 1, key=lambda at: self.refusal(item, at, instances) is not None)
+
+    def refusal(self, item: Item, before: int, instances: int, *, taken: bool = False) -> Full | None:
+        """The reason why a request of the item is refused if `before` others of the item come before it; None: it is not."""
+        policy, waiting, rows = self.policy, self._waiting + before, before and before * item.rows // item.count
+        if waiting >= policy.max_waiting:
+            return Full(waiting, self.wait_s(instances, rows), "the most that this model's queue can hold")
+        if (
+            self._rows_waiting + self._rows_ahead + rows >= policy.max_rows
+            and not taken
+            and (wait_s := self.wait_s(instances, rows)) > policy.max_wait_s
+        ):
+            return Full(waiting, wait_s, f"which takes about {wait_s:.1f} s, more than max_wait_s={policy.max_wait_s:g}")
+        return None
+
+    @staticmethod
+    def divide(item: Item, count: int) -> Item:
+        """Keep the first `count` requests in the item; return an item of the others."""
+        rows = count * item.rows // item.count
+        rest = replace(item, rows=item.rows - rows, count=item.count - count, number=item.number + count)
+        rest.payload = item.payload.split(count, rest)
+        item.rows, item.count = rows, count
+        return rest
+
     def _enter(self, item: Item) -> None:
+        self._push(item)
+        item.gone = False
+        self._waiting += item.count
+        self._rows_waiting += item.rows
+
+    def _push(self, item: Item) -> None:
         heapq.heappush(self._heap, (item.priority, item.number, item))
         if item.deadline_s is not None:
             heapq.heappush(self._deadlines, (item.deadline_s, item.number, item))
-        item.gone = False
-        self._waiting += 1
-        self._rows_waiting += item.rows
 
     def withdraw(self, item: Item) -> bool:
-        """Remove an item whose owner no longer waits; return whether it was still in the queue."""
+        """Remove a request whose owner no longer waits; return whether it was still in the queue.
+
+        If the item stands for several requests, the caller removes that one from its payload.
+        """
         if item.gone:
             return False
-        self._leave(item)
+        if item.count == 1:
+            self._leave(item)
+            return True
+        rows = item.rows // item.count
+        item.rows, item.count = item.rows - rows, item.count - 1
+        self._waiting, self._rows_waiting = self._waiting - 1, self._rows_waiting - rows
         return True
 
     def _leave(self, item: Item) -> None:
         item.gone = True
-        self._waiting -= 1
+        self._waiting -= item.count
         self._rows_waiting -= item.rows
         self._tidy()
 
@@ -217,11 +238,12 @@ class Batcher:
         return self._left(chosen)
 
     def _left(self, chosen: list[Item]) -> Batch:
-        rows = 0
+        rows = count = 0
         for item in chosen:
             item.gone = True
             rows += item.rows
-        self._waiting -= len(chosen)
+            count += item.count
+        self._waiting -= count
         self._rows_waiting -= rows
         self._tidy()
         return Batch(tuple(chosen), rows)
@@ -287,7 +309,7 @@ class Batcher:
 
     def _most(self, leader: Item) -> int:
         most = self.policy.max_rows if leader.most is None else min(leader.most, self.policy.max_rows)
-        return max(most, leader.rows)
+        return max(most, leader.rows // leader.count)
 
     def _leader(self) -> Item | None:
         """The leader of the next batch."""
@@ -316,12 +338,22 @@ class Batcher:
                 continue
             together = rows + item.rows
             if together > most:
-                return chosen, item
+                rest, fitting = item, (most - rows) // (item.rows // item.count)
+                if fitting:
+                    rest = self._cut(item, fitting)
+                    chosen.append(item)
+                return chosen, rest
             chosen.append(item)
             rows = together
             if rows == most:
                 return chosen, item
         return chosen, None
+
+    def _cut(self, item: Item, count: int) -> Item:
+        """`divide` for an item in the queue, in which both parts are then."""
+        rest = self.divide(item, count)
+        self._push(rest)
+        return rest
 
     def _in_order(self) -> Iterator[Item]:
         """The queue from the most urgent and oldest on, without taking it apart: a walk over the heap's tree."""
@@ -341,18 +373,23 @@ class Batcher:
 
         The delay or deadline may be that of an item with another key, which waits only until these have left.
         """
-        waiting = chosen if len(chosen) == self._waiting else [entry[2] for entry in self._heap if not entry[2].gone]
+        all_chosen = sum([item.count for item in chosen]) == self._waiting
+        waiting = chosen if all_chosen else [entry[2] for entry in self._heap if not entry[2].gone]
         leaves = min(item.arrival_s for item in waiting) + self.policy.max_delay_s
         due = min((item.deadline_s for item in waiting if item.deadline_s is not None), default=None)
         # A deadline is a limit for the start. If it is nearer than the delay, leave some time for timers that are late.
         return leaves if due is None else min(leaves, due - SLACK_S)
 
-    @staticmethod
-    def _prefix(chosen: list[Item], size: int) -> list[Item]:
-        """The first items that have at most `size` rows together; at least the leader."""
-        taken, rows = [], 0
+    def _prefix(self, chosen: list[Item], size: int) -> list[Item]:
+        """The first requests that have at most `size` rows together; at least the leader."""
+        taken, rows = list[Item](), 0
         for item in chosen:
-            if taken and rows + item.rows > size:
+            if rows + item.rows > size:
+                fitting = (size - rows) // (item.rows // item.count) if taken else max(1, size // (item.rows // item.count))
+                if fitting:
+                    if fitting < item.count:
+                        self._cut(item, fitting)
+                    taken.append(item)
                 break
             taken.append(item)
             rows += item.rows

@@ -305,6 +305,16 @@ class Host:
             return None
         return model.versions[model.member() if chosen is None else chosen]
 
+    def steady(self, name: str, number: str | None) -> Version | None:
+        """`chosen`, if all requests with this name and number get the same version now. Otherwise, or after an error, None."""
+        model = self.models.get(name)
+        if model is None or (number is None and model.takes_turns):
+            return None
+        try:
+            return self.chosen(name, number)
+        except HostError:
+            return None
+
     async def _step(self, name: str, inputs: Mapping[str, Wire], ask: Ask) -> Mapping[str, Wire]:
         return (await self.infer(name, None, inputs, ask)).outputs
 

@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +31,7 @@ from tilewright.host.config import ModelConfig
 from tilewright.host.direct import MIN_BYTES
 from tilewright.host.errors import Refused
 from tilewright.host.forking import LoadFailed, Nursery
-from tilewright.host.intake import FORGET, MAX_PACKET, SHARED, ToRead, packets
+from tilewright.host.intake import FORGET, MAX_PACKET, SHARED, Reads, packets
 from tilewright.host.regions import INLINE_BYTES, Part, Region
 from tilewright.host.tensors import Signature, Wire, byte_size
 
@@ -102,7 +103,7 @@ class _Place:
 
     def laid_out(
         self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], *, direct: bool = False
-    ) -> tuple[bytes, list[ToRead], int]:
+    ) -> tuple[bytes, Reads, int]:
         """Write a batch into the memory.
 
         Args:
@@ -112,16 +113,19 @@ class _Place:
         Returns:
             (its JSON, what the model's process has to read, bytes of shared memory that were read here).
         """
-        view, at, inputs, rows, reads, several = self.arena.view, 0, [], sum(parts), list[ToRead](), len(batch) > 1
+        view, at, inputs, rows, reads, several = self.arena.view, 0, [], sum(parts), Reads(), len(batch) > 1
         here = 0
         for column in range(len(batch[0])):
-            began = at
-            for number, request in enumerate(batch):
-                data = request[column].data
+            began, datas = at, [request[column].data for request in batch]
+            if several and set(map(type, datas)) == {Part}:
+                *places, at = accumulate([data.size for data in datas], initial=at)  # pyright: ignore[reportAttributeAccessIssue]
+                reads.extend(range(len(datas)), datas, places)  # pyright: ignore[reportArgumentType]
+                datas = ()
+            for number, data in enumerate(datas):
                 if isinstance(data, Part):
                     size = data.size
                     if several or (direct and size >= MIN_BYTES) or not _read_here(data, view[at : at + size]):
-                        reads.append((number, data, at))
+                        reads.extend((number,), (data,), (at,))
                     else:
                         here += size
                 else:
@@ -273,9 +277,10 @@ class Instance:
         if len(self._places) > 1:
             place.arena.begin_by(self.capacity, until_s)
         words, reads, here = place.laid_out(parts, batch, direct=self._direct)
-        for region in {part.region for _, part, _ in reads}:
-            if region.number not in self._known:
-                self._share(region)
+        if reads.parts and not self._known.issuperset(reads.regions()):
+            for part in reads.parts:
+                if part.region.number not in self._known:
+                    self._share(part.region)
         out = self._ahead if self._batches else self._out
         self._batches.append(_Handed(place, done, here))
         out.send(*packets(place.number, words, reads))

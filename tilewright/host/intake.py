@@ -4,7 +4,7 @@
 |------------------------------------|-------------------------------------------------------------------------------------|
 | SHARED, {"number", "name", ...}    | a region of shared memory, and its place in the file that comes with the packet     |
 | FORGET, number                     | close this region's file                                                            |
-| READS, table                       | bytes to read for the next batch: rows of five numbers, which `packed` writes       |
+| READS, table                       | bytes to read for the next batch: rows of five numbers, which `Reads` writes        |
 | arena, bytes of table, table, JSON | a batch (worker.py), with the last or only part of its table                        |
 
 A process with two arenas has two channels. Over the second one come regions, and batches that are sent ahead: a thread receives
@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from tilewright.host.arena import Arena
 from tilewright.host.direct import Direct, Fetched
 from tilewright.host.regions import Part, Read, Region, read_large
 
-__all__ = ["FORGET", "MAX_PACKET", "SHARED", "Arrived", "Intake", "ToRead", "packed", "packets"]
+__all__ = ["FORGET", "MAX_PACKET", "SHARED", "Arrived", "Intake", "Reads", "packed", "packets"]
 
 MAX_PACKET = 1 << 17
 """Most bytes of a message."""
@@ -43,9 +43,39 @@ BATCH = struct.Struct("<BI")
 FIELDS = 5
 """(request, region, byte of its file, bytes, byte of the arena) of a read."""
 
-ToRead = tuple[int, Part, int]
-"""(request, what to read, the byte of the arena where it goes)."""
 logger = logging.getLogger(__name__)
+
+
+class Reads:
+    """What is to be read from clients' memory for a batch. It is kept by column, because a batch may name hundreds of parts."""
+
+    def __init__(self) -> None:
+        self.parts = list[Part]()
+        self._requests, self._places = array("q"), array("q")
+
+    def extend(self, requests: Iterable[int], parts: Sequence[Part], places: Iterable[int]) -> None:
+        """Add parts, each with the number of its request and the byte of the arena where it goes."""
+        self._requests.extend(requests)
+        self.parts += parts
+        self._places.extend(places)
+
+    def regions(self) -> list[int]:
+        """The number of each part's region."""
+        return [part.region.number for part in self.parts]
+
+    def table(self) -> bytes:
+        """Rows of five numbers, one for each part."""
+        numbers = array("q", bytes(FIELDS * self._requests.itemsize * len(self.parts)))
+        columns = (
+            self._requests,
+            array("q", self.regions()),
+            array("q", [part.at for part in self.parts]),
+            array("q", [part.size for part in self.parts]),
+            self._places,
+        )
+        for column, values in enumerate(columns):
+            numbers[column::FIELDS] = values
+        return numbers.tobytes()
 
 
 class Arrived(NamedTuple):
@@ -63,19 +93,16 @@ class Arrived(NamedTuple):
     """Bytes of shared memory that were read."""
 
 
-def packed(reads: Sequence[ToRead]) -> Iterator[bytes]:
+def packed(reads: Reads) -> Iterator[bytes]:
     """Tables of reads, each at most `MAX_TABLE` bytes long."""
-    numbers = array("q")
-    for request, part, at in reads:
-        numbers.extend((request, part.region.number, part.at, part.size, at))
-    table = numbers.tobytes()
-    most = MAX_TABLE - MAX_TABLE % (FIELDS * numbers.itemsize)
+    table = reads.table()
+    most = MAX_TABLE - MAX_TABLE % (FIELDS * array("q").itemsize)
     yield from (table[begin : begin + most] for begin in range(0, len(table), most))
 
 
-def packets(arena: int, words: bytes, reads: Sequence[ToRead]) -> list[bytes]:
+def packets(arena: int, words: bytes, reads: Reads) -> list[bytes]:
     """The packets of a batch: its JSON, and what is to be read for it."""
-    *tables, last = list(packed(reads)) if reads else [b""]
+    *tables, last = list(packed(reads)) if reads.parts else [b""]
     return [*(READS + table for table in tables), BATCH.pack(arena, len(last)) + last + words]
 
 

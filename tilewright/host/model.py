@@ -62,6 +62,11 @@ class Model:
         """Whether the version that answers by default accepts requests."""
         return self.pipeline is not None or any(version.ready for version in self.versions.values())
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether several versions answer the requests that name none."""
+        return len([member for member in self.config.versions if not member.shadow and member.weight > 0]) > 1
+
     def member(self) -> int:
         """The version that answers the next request that names none. Each version gets its share, spread evenly."""
         if not self.config.versions:

@@ -16,7 +16,7 @@ import re
 import stat
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,19 @@ from typing import Any, NamedTuple
 
 from tilewright.host.errors import NotFound, Refused
 
-__all__ = ["INLINE_BYTES", "MISSING", "Part", "Place", "Read", "Region", "Regions", "read_all", "read_large", "shared_out"]
+__all__ = [
+    "INLINE_BYTES",
+    "MISSING",
+    "Part",
+    "Place",
+    "Read",
+    "Region",
+    "Regions",
+    "read_all",
+    "read_large",
+    "shared_out",
+    "write_each",
+]
 
 FOLDER = Path("/dev/shm")
 KEY = re.compile(r"/?(?!\.{1,2}\Z|sem\.)[A-Za-z0-9_.-]{1,128}")
@@ -124,6 +136,8 @@ class Regions:
         self._regions = dict[str, Region]()
         self.kept = dict[bytes, Any]()
         """What was made of parts for a request's bytes, as long as no region comes or goes."""
+        self.watchers = set[Callable[[], object]]()
+        """Called when a region comes or goes: whatever holds parts between requests forgets them."""
 
     def keep(self, key: bytes, value: Any) -> None:
         """Keep something that holds parts."""
@@ -151,8 +165,13 @@ class Regions:
             raise Refused(f"{MAX_REGIONS} shared memory regions are registered, the most that this server takes")
         if sum(one.size for one in self._regions.values()) + byte_size > MAX_BYTES:
             raise Refused(f"the shared memory regions would have more than {MAX_BYTES} bytes, the most that this server takes")
-        self.kept.clear()
+        self._changed()
         self._regions[name] = Region(name, key, offset, byte_size, self._opened(key, offset + byte_size))
+
+    def _changed(self) -> None:
+        self.kept.clear()
+        for forget in self.watchers:
+            forget()
 
     def _opened(self, key: str, end: int) -> int:
         """Open the file of an object, which must have at least `end` bytes."""
@@ -176,7 +195,7 @@ class Regions:
 
     def unregister(self, name: str | None = None) -> None:
         """Forget a region, or all regions. An unknown name is no error. Requests that already name the region continue."""
-        self.kept.clear()
+        self._changed()
         if name is None:
             self._regions.clear()
         else:
@@ -209,6 +228,23 @@ class Read(NamedTuple):
     request: int
     part: Part
     into: memoryview
+
+
+def write_each(parts: Sequence[Part], data: memoryview, size: int) -> list[int]:
+    """Write `size` bytes of `data` to each part, one after another. The caller has checked that they have room.
+
+    Returns the positions of the parts that were not written: `Part.write` tries again and says why.
+    """
+    failed, begin = list[int](), 0
+    for position, part in enumerate(parts):
+        end, fd, at = begin + size, part.region.fd, part.at
+        try:
+            if os.lseek(fd, 0, os.SEEK_END) < at + size or os.pwrite(fd, data[begin:end], at) < size:
+                failed.append(position)
+        except OSError:
+            failed.append(position)
+        begin = end
+    return failed
 
 
 def read_all(reads: Iterable[Read]) -> dict[int, str]:

@@ -20,34 +20,31 @@ which overlap in any case, no batch is sent ahead: it could not go to the one th
 """
 
 import asyncio
-import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from math import inf
 
 from tilewright.host.batcher import Batch, Batcher, Full, Item
 from tilewright.host.circuit import Circuit
 from tilewright.host.config import ModelConfig
+from tilewright.host.entry import NUMBERS, Entry
 from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Unavailable
 from tilewright.host.forking import LoadFailed
 from tilewright.host.instance import RECALLED, Reply, Runs
+from tilewright.host.running import Run, kept, may_be_kept
 from tilewright.host.stats import Stats
-from tilewright.host.tensors import Signature, Wire, zeros
-from tilewright.host.waiting import Ask, Awaited, Plans, Run, Waiting, WithCallback, fail, kept, may_be_kept
+from tilewright.host.tensors import Signature, zeros
+from tilewright.host.waiting import Ask, Plans, Waiting, fail, singly, wanted
 
 __all__ = ["Ask", "Version"]
 
-MAX_TIMEOUT_S = 86400.0
-ALONE = 4
-"""After this many batches of one request, the next request is assumed to come from a single client."""
-
 logger = logging.getLogger(__name__)
-_numbers = itertools.count()
 
 
-class Version:
+class Version(Entry):
     """One version of one model.
 
     Args:
@@ -68,8 +65,9 @@ class Version:
         instances: Sequence[Runs],
         revive: Callable[[], Awaitable[Runs]],
     ):
+        super().__init__()
         self.name, self.number, self.config, self.signature = name, number, config, signature
-        self.serial = next(_numbers)
+        self.serial = next(NUMBERS)
         """Its own number among all versions of all models in this process."""
         self.output_names = [spec.name for spec in signature.outputs]
         self._input_names = [spec.name for spec in signature.inputs]
@@ -81,8 +79,6 @@ class Version:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._plans = Plans(name, signature, self._policy.max_rows, self._capacity)
-        self._soon = False
-        """Whether `_pump` will be called at the end of this turn of the event loop."""
         self._alone = 0
         """The number of latest batches that had one request each."""
         self._behind: Run | None = None
@@ -95,11 +91,6 @@ class Version:
         self._tasks = set[asyncio.Task[None]]()
         self._idle = asyncio.Event()
         self.closed = False
-
-    @property
-    def label(self) -> str:
-        """The name and version of the model, for messages."""
-        return f"model {self.name}, version {self.number}"
 
     @property
     def ready(self) -> bool:
@@ -121,79 +112,6 @@ class Version:
         """The number of requests that are being computed."""
         return self._running
 
-    # ---- a request
-
-    async def infer(self, inputs: Mapping[str, Wire], ask: Ask) -> tuple[Wire, ...]:
-        """The outputs for these inputs, in the signature's order. Raises HostError."""
-        started_s, waiting = time.monotonic(), Awaited(self._loop.create_future())
-        try:
-            self._queued(inputs, ask, started_s, waiting)
-            answer = await waiting.answer
-        except HostError:
-            self.stats.times["fail"].add(time.monotonic() - started_s)
-            raise
-        finally:
-            item, waiting.item = waiting.item, None
-            if item is not None:
-                self._withdraw(item)
-            if ask.note is not None:
-                waiting.note(ask.note, started_s, model=self.name, version=self.number)
-        self.stats.times["success"].add(time.monotonic() - started_s)
-        return answer
-
-    def begin(self, inputs: Mapping[str, Wire], ask: Ask, waiting: WithCallback) -> None:
-        """`infer` without a task: `waiting.deliver` is called later, once, unless the request is given up. Raises HostError."""
-        started_s = time.monotonic()
-        waiting.withdraw = self._withdraw
-        try:
-            self._queued(inputs, ask, started_s, waiting)
-        except HostError:
-            self.stats.times["fail"].add(time.monotonic() - started_s)
-            raise
-
-    def _withdraw(self, item: Item) -> None:
-        """Remove a request for which nobody waits any more."""
-        if not self._batcher.withdraw(item) and self._behind is not None and self._behind.unwanted():
-            self._recall()
-
-    def _queued(self, inputs: Mapping[str, Wire], ask: Ask, now_s: float, waiting: Waiting) -> None:
-        """Put a request into the queue. Raises HostError if it is not accepted."""
-        rows, size, key, most = self._plans.kept.get(ask.kind) or self._plans.made(inputs, ask)
-        if self.closed or self.circuit.tripped or not self._instances:
-            self._check_open(now_s)
-        if size > self._capacity:
-            raise Overloaded(f"{self.label}: the inputs have {size} bytes, wanted at most {self._capacity} in a batch", 0)
-        waiting.inputs = tuple(map(inputs.__getitem__, self._input_names))
-        if not self.signature.batched:
-            key, most = (next(_numbers), 1)
-        deadline_s = None if ask.timeout_s is None else now_s + min(ask.timeout_s, MAX_TIMEOUT_S)
-        item = waiting.item = Item(rows, now_s, ask.priority, deadline_s, key, most, waiting)
-        try:
-            try:
-                self._batcher.add(item, len(self._instances))
-            except Full:
-                self._pump()  # items that arrived in this turn may have left the queue
-                self._batcher.add(item, len(self._instances))
-        except Full as error:
-            self.stats.refused, waiting.item = self.stats.refused + 1, None
-            raise Overloaded(f"{self.label}: {error}", max(error.retry_after_s, 0.001)) from None
-        if self._behind is not None and self._batcher.overtakes(item):
-            self._recall()
-        # Call it after all requests of this turn of the event loop have arrived, so that they form one batch. If requests come
-        # one by one, this would only make a single client wait until the end of the turn.
-        if not self._soon:
-            if self._alone >= ALONE:
-                self._pump()
-            self._soon = True
-            self._loop.call_soon(self._pump)
-
-    def _check_open(self, now_s: float) -> None:
-        if self.closed:
-            raise Unavailable(f"{self.label} is being unloaded")
-        open_s = self.circuit.open_s(now_s)
-        if open_s or not self._instances:
-            raise Unavailable(f"{self.label} failed and is being replaced", max(open_s, 1.0))
-
     # ---- batches
 
     def _pump(self) -> None:
@@ -201,7 +119,7 @@ class Version:
         self._soon, now_s, free = False, time.monotonic(), list[Runs]()
         if len(self._batcher):
             for item in self._batcher.expire(now_s):
-                self.stats.expired += 1
+                self.stats.expired += item.count
                 waited_s = now_s - item.arrival_s
                 why = f"{self.label}: the request was not started within its timeout ({waited_s:.3f} s)"
                 fail(item, Expired(why), self.stats)
@@ -228,18 +146,18 @@ class Version:
             self._send(instance, batch, now_s, ahead=True)
 
     def _send(self, instance: Runs, batch: Batch, now_s: float, *, ahead: bool = False) -> None:
-        run, until_s = Run(batch, now_s), inf
+        run, until_s, count = Run(batch, now_s), inf, batch.requests
         if ahead:
             self._behind = run
             until_s = min((item.deadline_s for item in batch.items if item.deadline_s is not None), default=inf)
         else:
             self._recalled = False
-        self._running += len(batch.items)
-        self._alone = self._alone + 1 if len(batch.items) == 1 else 0
+        self._running += count
+        self._alone = self._alone + 1 if count == 1 else 0
 
         def done(reply: Reply | None) -> None:
             run.over = True
-            self._running -= len(batch.items)
+            self._running -= count
             if run is self._behind:
                 self._behind = None
             elif run.late is not None:
@@ -256,8 +174,7 @@ class Version:
             finally:  # also if an answer cannot be made
                 self._pump()
 
-        parts, inputs = [item.rows for item in batch.items], [item.payload.inputs for item in batch.items]
-        instance.run(parts, inputs, done, until_s)
+        instance.run(*run.laid_out(), done, until_s)
         if not ahead and not run.over:
             # Not before: the time that this process takes to hand over a batch is not the model's.
             run.late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
@@ -276,7 +193,7 @@ class Version:
 
     def _returned(self, batch: Batch) -> None:
         """Handle a batch that was never begun."""
-        self._batcher.restore(batch, lambda item: not item.payload.done())
+        self._batcher.restore(batch, wanted)
         if self.closed and not self._instances:
             self._drop(Unavailable(f"{self.label} was unloaded"))
 
@@ -285,10 +202,10 @@ class Version:
         if len(self._batcher) and not (instance.busy or reply.errors or self._failures) and may_be_kept(reply):
             reply = kept(reply)
             self._pump()  # the model computes its next batch while the answers are made
-        self.answers_one = len(batch.items) == 1
+        self.answers_one = batch.requests == 1
         run.tell(reply, ended_s, self.label, self.signature, self.stats)
         self._batcher.took(batch, ended_s - run.began_s)
-        if len(reply.errors) < len(batch.items):
+        if len(reply.errors) < batch.requests:
             self._failures = 0
             self.circuit.worked()
             self.stats.batch(batch.rows, ended_s - run.began_s, reply.seconds, reply.traffic)
@@ -327,13 +244,14 @@ class Version:
 
     def _lost(self, instance: Runs, batch: Batch) -> None:
         """Handle a batch whose instance died: its requests are tried again, each alone; a request that was alone fails."""
-        for item in batch.items:
+        several = batch.requests > 1
+        for item in chain.from_iterable(map(singly, batch.items)):
             waiting: Waiting = item.payload
-            if len(batch.items) == 1 or waiting.tried or self.closed:
+            if not several or waiting.tried or self.closed:
                 why = f"{self.label}: its process died, or hung and was killed, while it computed this request"
                 fail(item, Failed(why), self.stats)
             elif not waiting.done():
-                waiting.tried, number = True, next(_numbers)
+                waiting.tried, number = True, next(NUMBERS)
                 alone = Item(item.rows, item.arrival_s, item.priority, item.deadline_s, number, item.rows, waiting)
                 waiting.item = alone
                 try:

@@ -1,21 +1,18 @@
-"""The data of a waiting request (its inputs, the receiver of its answer, facts about its kind), and of a running batch."""
+"""The data of waiting requests: their inputs, the receivers of their answers, facts about their kind."""
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tilewright.host.batcher import Batch, Item
-from tilewright.host.errors import Failed, HostError, Refused
-from tilewright.host.instance import Reply
+from tilewright.host.batcher import Batcher, Item
+from tilewright.host.errors import HostError
 from tilewright.host.stats import Stats
-from tilewright.host.tensors import Signature, Wire, byte_size, checked
+from tilewright.host.tensors import Signature, Wire, checked
 
-__all__ = ["Ask", "Awaited", "Cut", "Plan", "Plans", "Run", "Waiting", "WithCallback", "fail", "kept", "may_be_kept"]
+__all__ = ["Ask", "Awaited", "Group", "Plan", "Plans", "Waiting", "WithCallback", "fail", "singly", "wanted"]
 
-MAX_KEPT_BYTES = 1 << 20
-"""Most bytes of outputs that are copied so that the next batch can begin before the answers are made."""
 MAX_PLANS = 1024
 """Number of kinds of requests that are remembered."""
 
@@ -42,7 +39,9 @@ class Waiting:
 
     __slots__ = ("inputs", "item", "times", "tried")
     has_callback = False
-    """Whether it is a `WithCallback`, whose times are noted for it."""
+    """Whether it is a `WithCallback` or a `Group`, whose times are noted for it."""
+    is_group = False
+    """Whether it is a `Group`."""
 
     def __init__(self) -> None:
         self.inputs: tuple[Wire, ...] = ()
@@ -135,69 +134,119 @@ class WithCallback(Waiting):
         self.deliver(error)
 
 
-@dataclass(slots=True, eq=False)
-class Run:
-    """A batch that was handed to an instance."""
+class Group(Waiting):
+    """Requests that arrived together, with the same options, and with tensors of the same datatypes and shapes.
 
-    batch: Batch
-    began_s: float
-    """The time at which it was handed over; for a batch sent ahead, the time at which the batch before it was answered."""
-    late: asyncio.TimerHandle | None = None
-    """The timer that ends the batch if it hangs; None: another batch is before it."""
-    over: bool = False
-    """Whether there is a reply, or the instance has ended."""
+    They are one item of the queue, and are answered together, so that most of the work is done once for all of them. `left` has
+    the positions of requests that need no answer: nobody waits for them, or they have an error. A request that leaves while the
+    group is in the queue is removed from the group.
+    """
 
-    def unwanted(self) -> bool:
-        """Whether nobody waits for any of its requests."""
-        return all(item.payload.done() for item in self.batch.items)
+    __slots__ = ("left", "tensors", "withdraw")
+    has_callback = is_group = True
 
-    def tell(self, reply: Reply, ended_s: float, label: str, signature: Signature, stats: Stats) -> None:
-        """Give each request its answer or its error, and note how many were answered and how long they waited."""
-        at, answered, answered_rows, queued_s, delivered, delivered_s = 0, 0, 0, 0.0, 0, 0.0
-        cuts = [Cut(wire, signature.batched) for wire in reply.outputs]
-        only = cuts[0].rows if len(cuts) == 1 else None
-        errors, unread = reply.errors, reply.unread
-        times = self.began_s, ended_s, self.batch.rows, reply.seconds
-        try:
-            for number, item in enumerate(self.batch.items):
-                rows, waiting = item.rows, item.payload
-                waiting.times = times
-                if unread and number in unread:
-                    fail(item, Refused(f"{label}: {unread[number]}"), stats)
-                elif errors and number in errors:
-                    fail(item, Failed(f"{label}: {errors[number]}"), stats)
-                elif not waiting.done():
-                    arrival_s = item.arrival_s
-                    answered, answered_rows, queued_s = answered + 1, answered_rows + rows, queued_s + self.began_s - arrival_s
-                    if waiting.has_callback:
-                        delivered, delivered_s = delivered + 1, delivered_s + ended_s - arrival_s
-                    outputs = (only(at, rows),) if only is not None else tuple([cut.rows(at, rows) for cut in cuts])
-                    waiting.set_result(outputs)
-                at += rows
-        finally:
-            if delivered:
-                stats.times["success"].add(delivered_s + delivered * (time.monotonic() - ended_s), delivered)
-            stats.inferences += answered_rows
-            stats.answered(answered, queued_s, self.began_s, ended_s, reply.seconds)
+    def __init__(self, tensors: list[tuple[Wire, ...]]):
+        super().__init__()
+        self.tensors = tensors
+        """The inputs of each request, in the signature's order."""
+        self.left = set[int]()
+        self.withdraw: Callable[[Item], bool] | None = None
+        """Takes a request of the item out of the queue. Returns False if the item is not in the queue."""
+
+    def part(self, begin: int) -> "Group":
+        """A group of the requests from `begin` on, which this group loses."""
+        raise NotImplementedError
+
+    def drop(self, position: int) -> None:
+        """Lose the request at a position."""
+        del self.tensors[position]
+
+    def answer(self, outputs: Sequence[Wire]) -> int:
+        """Pass on the outputs of all requests together, which are valid during this call, except to those in `left`.
+
+        Returns the number of requests that have an answer now.
+        """
+        raise NotImplementedError
+
+    def refuse(self, error: HostError, positions: Sequence[int]) -> None:
+        """Pass on an error to some requests."""
+        raise NotImplementedError
+
+    def waiting(self) -> list[int]:
+        """The positions of requests that somebody waits for."""
+        return [position for position in range(len(self.tensors)) if position not in self.left]
+
+    def done(self) -> bool:
+        """See `Waiting`."""
+        return len(self.left) == len(self.tensors)
+
+    def leave(self, position: int) -> None:
+        """Nobody waits for a request any more."""
+        if self.item is not None and self.withdraw is not None and position not in self.left:
+            if not self.item.gone:  # first, because the queue may recall a batch that nobody waits for
+                self.drop(position)
+            else:
+                self.left.add(position)
+            self.withdraw(self.item)
+            if self.done():
+                self.item = None
+
+    def split(self, count: int, rest: Item) -> "Group":
+        """See `Parts`."""
+        other = self.part(count)
+        other.withdraw, other.item, other.tried = self.withdraw, rest, self.tried
+        return other
+
+    def prune(self, item: Item) -> bool:
+        """Remove the requests for which nobody waits from this group and its item, which is not in the queue.
+
+        Returns whether others remain.
+        """
+        rows = item.rows // item.count
+        for position in sorted(self.left, reverse=True):
+            self.drop(position)
+        self.left.clear()
+        item.count = len(self.tensors)
+        item.rows = rows * item.count
+        return item.count > 0
+
+    def fail(self, errors: Mapping[int, HostError]) -> None:
+        """Pass on an error to each request by its position, if somebody waits for it."""
+        for position in [position for position in errors if position not in self.left]:
+            self.refuse(errors[position], [position])
+            self.left.add(position)
 
 
 def fail(item: Item, error: HostError, stats: Stats) -> None:
-    """Answer a request with an error, unless it has an answer already or nobody waits for one."""
+    """Answer a request, or each of a group, with an error, unless it has an answer already or nobody waits for one."""
     waiting: Waiting = item.payload
-    if not waiting.done():
+    if isinstance(waiting, Group):
+        positions, waiting.item = waiting.waiting(), None
+        if positions:
+            stats.times["fail"].add(len(positions) * (time.monotonic() - item.arrival_s), len(positions))
+            waiting.refuse(error, positions)
+            waiting.left.update(positions)
+    elif not waiting.done():
         if waiting.has_callback:
             stats.times["fail"].add(time.monotonic() - item.arrival_s)
         waiting.set_exception(error)
 
 
-def may_be_kept(reply: Reply) -> bool:
-    """Whether the outputs are few enough for `kept`."""
-    return sum([len(wire.raw) for wire in reply.outputs]) <= MAX_KEPT_BYTES
+def wanted(item: Item) -> bool:
+    """Whether somebody waits for a request of an item that goes back to the queue. Others of a group are removed from it."""
+    return item.payload.prune(item) if item.payload.is_group else not item.payload.done()
 
 
-def kept(reply: Reply) -> Reply:
-    """A reply with outputs of its own: those in shared memory are overwritten by the instance's next batch."""
-    return reply._replace(outputs=tuple([wire._replace(data=bytes(wire.raw)) for wire in reply.outputs]))
+def singly(item: Item) -> Iterator[Item]:
+    """An item for each request of a batch that was not answered; for requests of a group only if somebody waits for them."""
+    group = item.payload
+    if group.is_group and not group.prune(item):
+        return
+    while item.count > 1:
+        rest = Batcher.divide(item, 1)
+        yield item
+        item = rest
+    yield item
 
 
 class Plan(NamedTuple):
@@ -235,23 +284,3 @@ class Plans:
             if len(self.kept) > MAX_PLANS:
                 del self.kept[next(iter(self.kept))]
         return plan
-
-
-class Cut:
-    """Copies the shares of requests in an output out of the shared memory."""
-
-    def __init__(self, wire: Wire, batched: bool):
-        self._wire, self._batched = wire, batched
-        self._datatype, self._data = wire.datatype, wire.raw
-        self._row_bytes = byte_size(wire.datatype, wire.shape[1:])
-        self._rows, self._shape = 1, (1, *wire.shape[1:])
-        """The rows of the last share, and its shape."""
-
-    def rows(self, at: int, rows: int) -> Wire:
-        """The share with `rows` rows from row `at` on."""
-        if not self._batched:
-            return Wire(self._datatype, self._wire.shape, bytes(self._data))
-        if rows != self._rows:
-            self._rows, self._shape = rows, (rows, *self._wire.shape[1:])
-        begin, size = at * self._row_bytes, rows * self._row_bytes
-        return Wire(self._datatype, self._shape, bytes(self._data[begin : begin + size]))

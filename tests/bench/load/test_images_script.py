@@ -1,4 +1,4 @@
-"""`scripts/measure_images.py` from its server to its last line, with a small network on the CPU."""
+"""`scripts/measure_images.py` and `measure_fronts.py` from their server to their last line, with small models on the CPU."""
 
 import json
 import os
@@ -33,6 +33,17 @@ def test_the_server_alone_with_fronts(tmp_path: Path) -> None:
     for one in served:
         assert {"server", "fronts", "model", "clients"} <= set(one["middle"]["cpu"])
         assert not one["failed"]
+
+
+@pytest.mark.long
+def test_what_a_request_costs_each_process() -> None:
+    words = ["--size", "16", "--connections", "8", "--fronts", "1", "--seconds", "2"]
+    command = [sys.executable, str(ROOT / "scripts" / "measure_fronts.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["requests_per_s"] > 0
+    assert all(found[role]["us"] > 0 for role in ("server", "fronts", "model", "client"))
 
 
 @pytest.mark.long

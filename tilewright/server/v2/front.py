@@ -41,7 +41,6 @@ from tilewright.server.v2.relay import (
     EVICT,
     IDLE,
     MAX_KNOWN,
-    PAIR,
     READY,
     REPEATED_ANSWERS,
     REPEATED_REQUESTS,
@@ -50,6 +49,8 @@ from tilewright.server.v2.relay import (
     Frames,
     frame,
     move,
+    numbers,
+    packed,
 )
 from tilewright.server.v2.room import answer
 
@@ -96,8 +97,8 @@ class Front(Frames):
         self._known_answers = dict[int, bytes]()
         """Number that the server has given to an answer -> the body of the answer."""
         self._unsent = list[bytes]()
-        self._pairs = bytearray()
-        """Pairs for a REPEATED_REQUESTS message that is sent after `_unsent`."""
+        self._contents, self._first = list[int](), 0
+        """Contents for a REPEATED_REQUESTS message that is sent after `_unsent`, and the number of its first request."""
         self._tasks = set[asyncio.Task[None]]()
         self.over = self._loop.create_future()
 
@@ -123,19 +124,19 @@ class Front(Frames):
 
     def say(self, message: bytes) -> None:
         """Send a message. The messages of one turn of the event loop are sent together."""
-        if not (self._unsent or self._pairs):
+        if not (self._unsent or self._contents):
             self._loop.call_soon(self._send)
-        self._end_pairs()
+        self._end_contents()
         self._unsent.append(message)
 
-    def _end_pairs(self) -> None:
-        """Turn the collected pairs into a message, so that later messages are sent after them."""
-        if self._pairs:
-            self._unsent.append(frame(REPEATED_REQUESTS, body=bytes(self._pairs)))
-            self._pairs.clear()
+    def _end_contents(self) -> None:
+        """Turn the collected contents into a message, so that later messages are sent after them."""
+        if self._contents:
+            self._unsent.append(frame(REPEATED_REQUESTS, self._first, body=packed(self._contents)))
+            self._contents.clear()
 
     def _send(self) -> None:
-        self._end_pairs()
+        self._end_contents()
         unsent, self._unsent = self._unsent, []
         self._stream.write(b"".join(unsent))
 
@@ -144,8 +145,8 @@ class Front(Frames):
         answers = list[tuple[int, int, bytes, bytes]]()
         for kind, number, text, body in self.messages(data):
             if kind == REPEATED_ANSWERS:
-                bodies = self._known_answers
-                answers += [(request, 200, JSON, bodies[known]) for request, known in PAIR.iter_unpack(body)]
+                known = self._known_answers[number]
+                answers += [(request, 200, JSON, known) for request in numbers(body)]
             elif kind in (IDLE, EVICT):
                 self.say(answer(self.pool, kind, number))
             elif kind == DEFINE_ANSWER:
@@ -216,9 +217,13 @@ class Front(Frames):
         if known is None:
             self.say(frame(REQUEST, number, _named(head.path, head.json_bytes), body))
         else:
-            if not (self._unsent or self._pairs):
+            if not (self._unsent or self._contents):
                 self._loop.call_soon(self._send)
-            self._pairs += PAIR.pack(number, known)
+            if number == 0:  # the requests of a message are numbered one by one
+                self._end_contents()
+            if not self._contents:
+                self._first = number
+            self._contents.append(known)
         return partial(self._cancel, number)
 
     def _number(self, content: _Content) -> int | None:

@@ -27,7 +27,7 @@ from tilewright.server.v2.http import answered, failure
 from tilewright.server.v2.noted import Noted
 from tilewright.server.v2.placing import Placing
 
-__all__ = ["JSON", "Pending", "Quick", "begin"]
+__all__ = ["JSON", "Pending", "Quick", "begin", "refused"]
 
 JSON = b"content-type: application/json\r\n"
 
@@ -91,6 +91,12 @@ def begin(host: Host, regions: Regions | None, head: Head, body: bytes | memoryv
         return
     one.task = asyncio.get_running_loop().create_task(answered(host, head.model, head.version, asked, one.span))
     one.task.add_done_callback(one.ended)
+
+
+def refused(error: HostError) -> Short:
+    """The answer for an error."""
+    status, said, body = failure(error)
+    return Short(status, "".join(f"{name}: {value}\r\n" for name, value in said.items()).encode(), body)
 
 
 class Pending(WithCallback):
@@ -164,8 +170,7 @@ class Pending(WithCallback):
             assert self.asked is not None
             body, json_bytes = answer_body(answer, self.asked)
         except HostError as error:
-            status, said, body = failure(error)
-            return Short(status, "".join(f"{name}: {value}\r\n" for name, value in said.items()).encode(), body)
+            return refused(error)
         if json_bytes is None:
             self._keep(body)
             return Short(200, JSON, body)

@@ -6,7 +6,7 @@ The first socket is a stream of messages with requests and answers. A message is
 |-------------------|--------|----------------|---------------------------------------|---------------------------------------|
 | REQUEST           | front  | the request    | path, zero byte, length of the JSON   | the body of the request               |
 | DEFINE_REQUEST    | front  | the new number | path, zero byte, length of the JSON   | the body of the request               |
-| REPEATED_REQUESTS | front  |                |                                       | pairs: request, number of its content |
+| REPEATED_REQUESTS | front  | first request  |                                       | numbers of the requests' contents     |
 | CANCEL            | front  | the request    |                                       |                                       |
 | CLOSED            | front  |                | reason, if the front closed it        |                                       |
 | READY             | front  |                |                                       |                                       |
@@ -16,13 +16,13 @@ The first socket is a stream of messages with requests and answers. A message is
 | EVICT             | front  | the question   | whether an idle connection was closed |                                       |
 | a status          | server | the request    | headers                               | the body of the answer                |
 | DEFINE_ANSWER     | server | the new number |                                       | the body of a JSON answer             |
-| REPEATED_ANSWERS  | server |                |                                       | pairs: request, number of its answer  |
+| REPEATED_ANSWERS  | server | the answer's   |                                       | numbers of the requests               |
 | END               | server |                |                                       |                                       |
 
 Clients that leave their tensors in shared memory send requests with the same content (path, length of the JSON, body) over and
 over, and get the same answers. When a content or an answer is repeated for the first time, a DEFINE message sends it with a
-number. After that, each request and each answer is only a pair of numbers. The pairs of one turn of the event loop are one
-message.
+number. After that, each request and each answer is only a number. The requests of one turn of the event loop, which are
+numbered one by one, are one message. So are answers with the same content.
 
 The other socket preserves packet boundaries. It carries connections: the descriptor of each, and the bytes that have arrived on
 it but are not answered yet.
@@ -31,7 +31,8 @@ it but are not answered yet.
 import asyncio
 import socket
 import struct
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 
 __all__ = [
     "CANCEL",
@@ -43,7 +44,6 @@ __all__ = [
     "IDLE",
     "MAX_KNOWN",
     "MAX_MOVED_BYTES",
-    "PAIR",
     "READY",
     "REPEATED_ANSWERS",
     "REPEATED_REQUESTS",
@@ -52,12 +52,12 @@ __all__ = [
     "Frames",
     "frame",
     "move",
+    "numbers",
+    "packed",
 ]
 
 FRAME = struct.Struct("<IIHH")
 """Size of the body in bytes, number, size of the text in bytes, kind."""
-PAIR = struct.Struct("<II")
-"""(number of a request, number of its content or of its answer)."""
 REQUEST, CANCEL, CLOSED, READY, END, DEFINE_REQUEST, REPEATED_REQUESTS, DEFINE_ANSWER, REPEATED_ANSWERS, IDLE, EVICT = range(11)
 MAX_KNOWN = 1024
 """Most contents of requests with a number, and most answers with a number. After that, numbering starts again at 0."""
@@ -70,6 +70,18 @@ MORE, LAST = b"+", b"."
 def frame(kind: int, number: int = 0, text: bytes = b"", body: bytes = b"") -> bytes:
     """The bytes of a message."""
     return b"%b%b%b" % (FRAME.pack(len(body), number, len(text), kind), text, body)
+
+
+def packed(some: Iterable[int]) -> bytes:
+    """The bytes of numbers of requests or contents."""
+    return array("I", some).tobytes()
+
+
+def numbers(data: bytes) -> "array[int]":
+    """The numbers from `packed`."""
+    found = array("I")
+    found.frombytes(data)
+    return found
 
 
 class Frames(asyncio.Protocol):
