@@ -122,7 +122,7 @@ def parse_infer(raw: bytes | memoryview, header_length: str | None, regions: Reg
     said = parse_json(whole[:json_bytes])
     listed = said.get("inputs")
     if not isinstance(listed, list) or not listed or len(listed) > MAX_INPUTS:
-        raise Refused(f"inputs is no list of 1 to {MAX_INPUTS} tensors")
+        raise Refused(f"inputs must be a list of 1 to {MAX_INPUTS} tensors")
     inputs, at = dict[str, Wire](), json_bytes
     for one in listed:
         name, wire, at = _input(one, whole, at, regions)
@@ -134,7 +134,7 @@ def parse_infer(raw: bytes | memoryview, header_length: str | None, regions: Reg
     parameters = _parameters(said, "the request")
     identity = said.get("id", "")
     if not isinstance(identity, str) or len(identity) > 1024:
-        raise Refused("id is no text of at most 1024 characters")
+        raise Refused("id must be a text of at most 1024 characters")
     binary = parameters.get("binary_data_output", False)
     outputs, places = _wanted(said.get("outputs"))
     parts = {name: part_of(regions, place) for name, place in places.items()}
@@ -199,7 +199,7 @@ def _known(whole: memoryview, json_bytes: int, regions: Regions | None) -> Infer
 def _parameters(of: Mapping[str, Any], whose: str) -> Mapping[str, Any]:
     found = of.get("parameters") or {}
     if not isinstance(found, dict):
-        raise Refused(f"the parameters of {whose} are no object")
+        raise Refused(f"the parameters of {whose} must be an object")
     for name, why in UNSUPPORTED.items():
         if found.get(name):
             raise Refused(f"{whose}: {why}")
@@ -230,7 +230,7 @@ def place_of(parameters: Mapping[str, Any], whose: str) -> Place | None:
 def _input(one: Any, whole: memoryview, at: int, regions: Regions | None) -> tuple[str, Wire, int]:
     """(name, tensor, offset of the next tensor's bytes in the body)."""
     if not isinstance(one, dict) or not isinstance(one.get("name"), str):
-        raise Refused("an input is no object with a name")
+        raise Refused("an input must be an object with a name")
     name = one["name"][:200]
     datatype, shape = one.get("datatype"), shape_of(one.get("shape"), name)
     if not isinstance(datatype, str) or datatype not in DATATYPES:
@@ -259,7 +259,7 @@ def shape_of(said: Any, name: str) -> tuple[int, ...]:
         or len(said) > MAX_DIMS
         or any(type(n) is not int or not 0 <= n < 1 << 48 for n in said)
     ):
-        raise Refused(f"input {name!r} has a shape that is none: {str(said)[:80]}; wanted at most {MAX_DIMS} whole numbers")
+        raise Refused(f"input {name!r} has the shape {str(said)[:80]}, wanted at most {MAX_DIMS} whole numbers")
     return tuple(said)
 
 
@@ -268,7 +268,7 @@ def numbers(said: Any, datatype: str, shape: tuple[int, ...], name: str) -> byte
     try:
         array = np.asarray(said if isinstance(said, list) else [said])
     except (ValueError, OverflowError, RecursionError):
-        raise Refused(f"input {name!r} has data that is no list of numbers, or whose rows differ in length") from None
+        raise Refused(f"the data of input {name!r} must be a list of numbers whose rows have equal lengths") from None
     if array.size != prod(shape):
         raise Refused(f"input {name!r} has {array.size} numbers, and shape {list(shape)} has {prod(shape)}")
     if not array.size:
@@ -298,11 +298,11 @@ def _wanted(said: Any) -> tuple[dict[str, bool | None], dict[str, Place]]:
     if said is None:
         return {}, {}
     if not isinstance(said, list) or len(said) > MAX_INPUTS:
-        raise Refused("outputs is no list of outputs")
+        raise Refused("outputs must be a list of outputs")
     found, places = dict[str, bool | None](), dict[str, Place]()
     for one in said:
         if not isinstance(one, dict) or not isinstance(one.get("name"), str):
-            raise Refused("an output is no object with a name")
+            raise Refused("an output must be an object with a name")
         whose = f"output {one['name'][:200]!r}"
         parameters = _parameters(one, whose)
         binary, place = parameters.get("binary_data"), place_of(parameters, whose)

@@ -112,7 +112,8 @@ def _csv(signature: Signature, raw: bytes) -> dict[str, Wire]:
             table.append([float(cell) for cell in line])
         except ValueError:
             if number:
-                raise Refused(f"line {number + 1} of the CSV has a cell that is no number: {','.join(line)[:80]!r}") from None
+                cells = ",".join(line)[:80]
+                raise Refused(f"line {number + 1} of the CSV has a cell that is not a number: {cells!r}") from None
             continue  # a line of column names
         if len(table[-1]) != len(table[0]):
             raise Refused(f"line {number + 1} of the CSV has {len(table[-1])} cells, and the first {len(table[0])}")
@@ -145,7 +146,7 @@ def _image(signature: Signature, raw: bytes) -> dict[str, Wire]:
             box = (left, top, left + scale * width, top + scale * height)
             cut = image.convert("L" if channels == 1 else "RGB").resize((width, height), images.Resampling.BILINEAR, box=box)
     except (OSError, SyntaxError, ValueError, ZeroDivisionError, images.DecompressionBombError) as error:
-        raise Refused(f"the body is no image that can be read: {str(error)[:100]}") from None
+        raise Refused(f"the body is not an image that can be read: {str(error)[:100]}") from None
     pixels = np.asarray(cut, dtype=np.float32).reshape(height, width, channels).transpose(2, 0, 1)
     if spec.datatype not in ("FP32", "FP16", "FP64", "UINT8"):
         raise Refused(f"an image is for inputs of FP16, FP32, FP64 or UINT8, and {spec.name!r} is {spec.datatype}")
@@ -158,7 +159,7 @@ def _table(arrays: dict[str, np.ndarray]) -> bytes:
     """A CSV table of the outputs side by side: one row per line, below a line of names."""
     flat = {name: array.reshape(len(array), -1) if array.ndim else array.reshape(1, 1) for name, array in arrays.items()}
     if len({len(array) for array in flat.values()}) != 1:
-        raise Refused("the outputs have different numbers of rows and are no table; ask for application/json")
+        raise Refused("the outputs have different numbers of rows, so they are not a table; ask for application/json")
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     heads = [[name] if array.shape[1] == 1 else [f"{name}_{i}" for i in range(array.shape[1])] for name, array in flat.items()]
