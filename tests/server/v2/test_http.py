@@ -62,12 +62,12 @@ WRONG = [
     ({"data": [1, 2, 3, 4]}, "has data and binary_data_size"),
     ({"outputs": [{"name": "z"}]}, "no output 'z'"),
     ({"outputs": "y"}, "outputs must be a list"),
-    ({"outputs": [3]}, "an output is no object"),
+    ({"outputs": [3]}, "an output must be an object"),
     ({"outputs": [{"name": "y", "parameters": {"classification": 3}}]}, "classification is not supported"),
     ({"parameters_": {"priority": -1}}, "priority is '-1'"),
     ({"parameters_": {"timeout": 1.5}}, "timeout is '1.5'"),
     ({"parameters_": {"sequence_id": [1]}}, "sequence_id is neither"),
-    ({"id": 7}, "id is no text"),
+    ({"id": 7}, "id must be a text"),
 ]
 
 
@@ -88,7 +88,7 @@ RAW = [
     (b"[]", {}, 400, "JSON, but no object: got list"),
     (b"[" * 30000, {}, 400, "the body is no JSON"),
     (b'{"inputs": []}', {}, 400, "inputs must be a list"),
-    (b'{"inputs": [1]}', {}, 400, "an input is no object"),
+    (b'{"inputs": [1]}', {}, 400, "an input must be an object"),
     (b"{}", {"inference_header_content_length": "3"}, 400, "Inference-Header-Content-Length is '3', and the body has 2 bytes"),
     (b"{}", {"inference_header_content_length": "-1"}, 400, "is '-1'"),
     (b"{}", {"inference_header_content_length": "x" * 1000}, 400, "Inference-Header-Content-Length"),
@@ -117,7 +117,7 @@ def test_two_inputs_of_one_name(server: Server) -> None:
     ("data", "kind", "shape", "words"),
     [
         ([1, 2, 3], "FP32", (2, 2), "has 3 numbers, and shape [2, 2] has 4"),
-        ([[1, 2], [3]], "FP32", (2, 2), "rows differ in length"),
+        ([[1, 2], [3]], "FP32", (2, 2), "rows have equal lengths"),
         (["1"], "FP32", (1,), "is not only numbers"),
         ([None], "FP32", (1,), "is not only numbers"),
         ([True], "FP32", (1,), "is not only numbers"),
@@ -170,7 +170,7 @@ def test_plain_json(server: Server) -> None:
     for said, words in (
         ({"z": rows}, "differ from the inputs in 'z'; wanted x"),
         ([[1, 2]], "has shape [1, 2], wanted [-1, 4]"),
-        ([[1, 2, 3, 4], [1]], "rows differ in length"),
+        ([[1, 2, 3, 4], [1]], "rows have equal lengths"),
         ("x", "is not only numbers"),
         ([[-1, 0, 0, 0]], "a poisoned row"),
     ):
@@ -220,7 +220,7 @@ def test_an_image() -> None:
         wanted = 2.0 * np.array([[[1, 0], [0, 1]], [[0, 1], [0, 1]], [[0, 0], [1, 1]]])
         assert np.allclose(json.loads(said)["outputs"]["y"], [wanted])
         bomb = png(np.zeros((9000, 9000), np.uint8))
-        for raw, words in ((b"GIF89a", "no image that can be read"), (bomb, "9000 x 9000 pixels, wanted at most")):
+        for raw, words in ((b"GIF89a", "not an image that can be read"), (bomb, "9000 x 9000 pixels, wanted at most")):
             status, _, said = server.request("POST", "/predict/m", raw, content_type="image/png")
             assert status == 400
             assert words in json.loads(said)["error"]

@@ -29,6 +29,7 @@ from tilewright.server.v2.codec import DEFAULT_PRIORITY, numbers, shape_of
 
 __all__ = ["Predicting", "predict"]
 
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MAX_PIXELS = 64 << 20
 """Most pixels of an image; checked before it is decoded."""
 
@@ -138,13 +139,15 @@ def _image(signature: Signature, raw: bytes) -> dict[str, Wire]:
     images: Any = needed("PIL.Image", "images")
     _, channels, height, width = spec.shape
     try:
-        with images.open(io.BytesIO(raw), formats=("PNG", "JPEG", "WEBP", "BMP", "GIF")) as image:
+        with images.open(io.BytesIO(raw), formats=IMAGE_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise Refused(f"the image has {image.width} x {image.height} pixels, wanted at most {MAX_PIXELS}")
             scale = min(image.width / width, image.height / height)
             left, top = (image.width - scale * width) / 2, (image.height - scale * height) / 2
             box = (left, top, left + scale * width, top + scale * height)
             cut = image.convert("L" if channels == 1 else "RGB").resize((width, height), images.Resampling.BILINEAR, box=box)
+    except images.UnidentifiedImageError:
+        raise Refused(f"the body is not an image that can be read; wanted one of {', '.join(IMAGE_FORMATS)}") from None
     except (OSError, SyntaxError, ValueError, ZeroDivisionError, images.DecompressionBombError) as error:
         raise Refused(f"the body is not an image that can be read: {str(error)[:100]}") from None
     pixels = np.asarray(cut, dtype=np.float32).reshape(height, width, channels).transpose(2, 0, 1)
