@@ -9,6 +9,7 @@ one request again; `--model` takes another than a tiny one.
 import argparse
 import http.client
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -24,6 +25,8 @@ from tests.server.requests import Request, make_request
 from tests.server.tiny_model import write_tiny_model
 from tests.server.victim import ServerProcess, Victim, server_process
 
+ADDRESS = re.compile(rb" (object )?at 0x[0-9a-f]+")
+"""What Python writes of an object, where a message should say what is wrong."""
 TIMEOUT_S = 30.0
 CLIENTS = 4
 MAX_FINDINGS = 30
@@ -80,6 +83,8 @@ def fault_of(request: Request, status: int, kind: str, body: bytes) -> str | Non
                 return "an error of another shape"
             if status >= 400 and not value["error"]["message"].strip():
                 return "an error without words"
+            if status >= 400 and ADDRESS.search(body):
+                return "an error with the address of an object"
         elif status >= 400 and request.method != "OPTIONS":
             return f"an error as {kind!r}"
     except (ValueError, KeyError, TypeError) as error:

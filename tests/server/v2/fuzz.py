@@ -26,6 +26,8 @@ from tests.server.v2.running import Server, serving
 from tilewright.host.config import ModelConfig
 from tilewright.server.v2.fronts import MOVES_AFTER
 
+ADDRESS = re.compile(rb" (object )?at 0x[0-9a-f]+")
+"""What Python writes of an object, where a message should say what is wrong."""
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 4, 64, 65, 1 << 31, 1 << 62, 1 << 64, -(1 << 63), 1.5, 1e400, float("nan"), "", "x", "y"),
     *(
@@ -157,6 +159,8 @@ def send(port: int, raw: bytes, whole: bool, rng: random.Random, found: Found, b
         found.statuses[status] = found.statuses.get(status, 0) + 1
         if status >= 500 and not (status in SAFE and (b"poisoned" in answer or status == 501)):
             found.wrong.append(f"{status} to {raw!r}: {answer[-300:]!r}")
+        elif status >= 400 and ADDRESS.search(answer):
+            found.wrong.append(f"the address of an object in the answer to {raw!r}: {answer[-300:]!r}")
     if answer and not answer.startswith(b"HTTP/1.1 "):
         found.wrong.append(f"no HTTP to {raw!r}: {answer[:100]!r}")
 
