@@ -53,6 +53,7 @@ def answers(runner: ModelRunner, kind: str) -> dict[str, tuple[list[int], list[f
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_have_the_samples_of_eager_launches(runner: ModelRunner, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance", reason="llguidance is not installed: there are no grammars")
+    assert runner._graphs is not None
     captured = answers(runner, kind)
     assert len(captured) == 30
     monkeypatch.setattr(runner, "_graphs", None)
