@@ -130,7 +130,7 @@ REFUSED = [
     ({"response_format": {"type": "json_schema"}}, "response_format", "wanted a JSON schema"),
     ({"guided_regex": "a", "grammar": "b"}, "grammar", "wanted one of them"),
     ({"structured_outputs": {"xml": 1}}, "structured_outputs", "wanted one of json, regex"),
-    ({"structured_outputs": []}, "structured_outputs", "is no object"),
+    ({"structured_outputs": []}, "structured_outputs", "must be an object"),
     ({"choice": []}, "choice", "none of them empty"),
     ({"guided_json": "{"}, "guided_json", "not valid JSON"),
     ({"regex": "a", "min_tokens": 1}, "min_tokens", "wanted one of them"),
