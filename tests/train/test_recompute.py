@@ -88,9 +88,9 @@ def decoder() -> tuple[nn.Module, Sequence[nn.Module], Loss]:
 
 
 def with_codes() -> tuple[nn.Module, Sequence[nn.Module], Loss]:
-    """The embedded model with float8 products, which save codes in place of x and w."""
+    """The embedded model, whose first block has float8 products, which save codes in place of x and w."""
     model, blocks, loss = decoder()
-    for layer in model.modules():
+    for layer in blocks[0].modules():
         if isinstance(layer, Linear):
             layer.fp8 = Fp8Recipe("row", weight_gradient=True)
     return model, blocks, loss
