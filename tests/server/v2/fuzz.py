@@ -3,11 +3,12 @@
 `python -m tests.server.v2.fuzz --count 20000 --seed 0 --fronts 0`. Requests are right ones that were changed: JSON, bytes,
 heads, what is cut off, and how it is sent; some have tensors in shared memory, whose file grows and shrinks meanwhile. With
 fronts, each is sent over a connection that a front has. Every answer is HTTP; below 500, but where the model itself raises;
-errors are one sentence. The victim's answers stay right, none of its requests fails, and in the end nothing is left in the
-queue.
+errors are one sentence. The victims' answers stay right, none of their requests fails, and in the end nothing is left in the
+queue. Some victims repeat the same bytes about tensors in shared memory, so that they are answered in groups.
 """
 
 import argparse
+import http.client
 import json
 import os
 import random
@@ -49,6 +50,7 @@ VALUES: tuple[Any, ...] = (
 )
 OBJECT = f"tilewright-fuzz-{os.getpid()}"
 FILE = Path("/dev/shm") / OBJECT
+VICTIMS_FILE, VICTIMS = FILE.with_name(f"{OBJECT}-victims"), 6
 PLACE = {"shared_memory_region": "r", "shared_memory_byte_size": 16, "shared_memory_offset": 0}
 SHARED = ("region/r/register",) * 5 + ("region/s/register", "region/r/unregister", "unregister", "region/r/x")
 KEYS = (
@@ -186,14 +188,44 @@ def victim(server: Server, found: Found, ends: threading.Event) -> int:
     return asked
 
 
+def repeating_victim(server: Server, number: int, found: Found, ends: threading.Event) -> None:
+    """The same bytes again and again, about other values in a region that nobody else names, on one connection."""
+    name, at = f"v{number}", 32 * number
+    memory = np.memmap(VICTIMS_FILE, np.float32, "r+")[at // 4 : at // 4 + 8]
+    region = json.dumps({"key": VICTIMS_FILE.name, "offset": at, "byte_size": 32}).encode()
+    place = {"shared_memory_region": name, "shared_memory_byte_size": 16}
+    tensors = {
+        "inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "parameters": place}],
+        "outputs": [{"name": "y", "parameters": {**place, "shared_memory_offset": 16}}],
+    }
+    body, headers, asked = json.dumps(tensors).encode(), {"content-type": "application/json"}, 0
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    while not ends.is_set():
+        asked += 1
+        memory[:4], memory[4:] = asked % 1000, 0
+        connection.request("POST", "/v2/models/m/infer", body, headers)
+        with connection.getresponse() as response:
+            status, said = response.status, response.read()
+        if b"register it first" in said:  # somebody has unregistered all regions
+            connection.request("POST", f"/v2/systemsharedmemory/region/{name}/register", region, headers)
+            connection.getresponse().read()
+        elif status != 200 or not (memory[4:] == 2 * (asked % 1000)).all():
+            found.wrong.append(f"repeating victim {number}, request {asked}: {status}, {memory.tolist()}, {said[:200]!r}")
+            break
+    connection.close()
+
+
 def run(count: int, seed: int, fronts: int = 0) -> Found:
     """Send so many requests, to a server with so many fronts."""
     found, ends, rng = Found(), threading.Event(), random.Random(seed)
     FILE.write_bytes(bytes(64))
+    VICTIMS_FILE.write_bytes(bytes(32 * VICTIMS))
     with serving({"m": ModelConfig(source="a:b")}, max_body_bytes=1 << 16, shared_memory=True, fronts=fronts) as server:
         until(lambda: sum(link.ready for link in server.state.fronts._links) == fronts if fronts else True, 30)
-        beside = threading.Thread(target=victim, args=(server, found, ends))
-        beside.start()
+        beside = [threading.Thread(target=victim, args=(server, found, ends))]
+        beside += [threading.Thread(target=repeating_victim, args=(server, i, found, ends)) for i in range(VICTIMS)]
+        for thread in beside:
+            thread.start()
         for _ in range(count):
             if len(found.wrong) > 10:
                 break
@@ -201,13 +233,15 @@ def run(count: int, seed: int, fronts: int = 0) -> Found:
                 os.truncate(FILE, rng.choice((0, 15, 16, 63, 64, 64, 64, 1 << 40)))
             send(server.port, *request(rng), rng, found, before=MOVES_AFTER + 1 if fronts else 0)
         ends.set()
-        beside.join()
+        for thread in beside:
+            thread.join()
         end_s = time.monotonic() + 10
         while server.host.running and time.monotonic() < end_s:
             time.sleep(0.01)
         if server.host.running:
             found.wrong.append(f"{server.host.running} requests are left")
     FILE.unlink()
+    VICTIMS_FILE.unlink()
     return found
 
 
