@@ -265,12 +265,22 @@ def command(folder: Path, port: int, *more: str) -> Iterator["subprocess.Popen[s
     (folder / "gated.py").write_text(GATED.format(gate=str(folder / "gate")))
     words = [sys.executable, "-m", "tilewright.cli", "serve", "gated:build", "--port", str(port), *more]
     paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", ""), os.getcwd()])
-    environment = {**os.environ, "PYTHONPATH": paths}
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}  # for `ended`
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             yield process
         finally:
             process.kill()
+
+
+def ended(process: "subprocess.Popen[str]") -> int:
+    """The exit code. If the process does not end, the test fails with what all of its threads do."""
+    try:
+        return process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        assert process.stderr is not None
+        pytest.fail(f"{process.args} does not end:\n{process.stderr.read()}")
 
 
 def free_port() -> int:
@@ -292,7 +302,7 @@ def test_a_server_from_the_first_answer_to_the_last(tmp_path: Path) -> None:
     with command(tmp_path, port) as process:
         until(lambda: reads(port, "gated version 1: reading the model"))
         with command(tmp_path, port) as second:
-            assert second.wait(END_S) == 1
+            assert ended(second) == 1
             assert second.stderr is not None
             assert "it is in use; stop the other program or choose another with --port" in second.stderr.read()
         (tmp_path / "gate").touch()
@@ -309,7 +319,7 @@ def test_a_server_from_the_first_answer_to_the_last(tmp_path: Path) -> None:
             found = client.post("/predict/gated", json=[[0.5, 1, 2, 3]]).json()["outputs"]["output"]
             assert np.allclose(found, marked()[0](marked()[1].new_tensor([[0.5, 1, 2, 3]])).detach())
         process.send_signal(signal.SIGTERM)
-        assert process.wait(END_S) == 0
+        assert ended(process) == 0
 
 
 def below(pid: int) -> set[int]:
@@ -329,7 +339,7 @@ def test_a_signal_while_a_model_is_loaded_ends_everything(tmp_path: Path, number
         others = below(process.pid)
         assert len(others) == 2, "the process that models are forked from, and the model's"
         process.send_signal(number)
-        assert process.wait(END_S) == code
+        assert ended(process) == code
         assert process.stderr is not None
         assert process.stderr.read().splitlines()[-1] == word
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in others))
@@ -338,6 +348,6 @@ def test_a_signal_while_a_model_is_loaded_ends_everything(tmp_path: Path, number
 def test_a_model_that_cannot_be_built_ends_the_command(tmp_path: Path) -> None:
     with command(tmp_path, free_port(), "--model", "bad=tests.host.models:raises") as process:
         (tmp_path / "gate").touch()
-        assert process.wait(END_S) == 1
+        assert ended(process) == 1
         assert process.stderr is not None
         assert "model bad cannot be loaded: the model tests.host.models:raises failed in " in process.stderr.read()
