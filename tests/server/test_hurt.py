@@ -10,15 +10,12 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.awake import awake_s, until
-from tests.server.test_processes import children
-from tests.server.victim import BOOKWORM, ServerProcess, server_process
+from tests.server.victim import BOOKWORM, server_process
 
 MAX_GAP_S = 1.0
 BYSTANDER = {"prompt": "The captain looked at the sea and", "max_tokens": 160, "temperature": 0, "ignore_eos": True}
@@ -127,17 +124,14 @@ def send(port: int, request: Ask) -> tuple[int, bytes]:
 class Bystander(threading.Thread):
     """Reads its stream again and again.
 
-    `times` has each chunk's arrival, by the clock that stands still with the machine; `texts` what each round has brought;
-    `waits` how long each thread of the server had waited for a core when the chunk arrived.
+    `times` has each chunk's arrival, by the clock that stands still with the machine; `texts` what each round has brought.
     """
 
-    def __init__(self, server: ServerProcess):
+    def __init__(self, port: int):
         super().__init__(daemon=True)
-        self.port = server.port
-        self.processes = [server.process.pid, *children(server.process.pid)]
+        self.port = port
         self.texts = [""]
         self.times: list[float] = []
-        self.waits: list[dict[str, float]] = []
         self.trouble = ""
         self.stopping = False
 
@@ -162,38 +156,20 @@ class Bystander(threading.Thread):
                     return
                 if event:
                     self.texts[-1] += event["choices"][0]["text"]
-                    self.waits.append(dict(_waited_s(self.processes)))
                     self.times.append(awake_s())
         except OSError as error:
             self.trouble = f"{type(error).__name__}: {error}"
         finally:
             connection.close()
 
-    def gap_s(self, first: int) -> float:
-        """The longest time between two chunks from `first` on, without the time that a core was missing.
-
-        Other programs that use the cores are no fault of the server's: the longest wait of one of its threads does not count.
-        """
-        times, waits = self.times[first:], self.waits[first:]
-        gaps = zip(itertools.pairwise(times), itertools.pairwise(waits), strict=False)
-        return max(b - a - max(after[one] - before.get(one, after[one]) for one in after) for (a, b), (before, after) in gaps)
-
-
-def _waited_s(processes: list[int]) -> Iterator[tuple[str, float]]:
-    """Each thread, with the seconds that it was ready to run and no core was free for it."""
-    for pid in processes:
-        for path in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                yield path.name, int((path / "schedstat").read_text().split()[1]) / 1e9
-
 
 @pytest.fixture(scope="module")
 def bystander(long_shape: str) -> Iterator[tuple[Bystander, str]]:
     """(a bystander beside all rows, the text that it must have)."""
     with server_process(*BOOKWORM) as server:
-        alone = Bystander(server)
+        alone = Bystander(server.port)
         alone.round()
-        beside = Bystander(server)
+        beside = Bystander(server.port)
         beside.start()
         until(lambda: bool(beside.times or beside.trouble))
         yield beside, alone.texts[0]
@@ -219,7 +195,7 @@ def test_a_stream_goes_on(bystander: tuple[Bystander, str], row: str) -> None:
             assert content["error"]["message"]
     for part in stream.texts[-2:]:
         assert text.startswith(part)
-    gap_s = stream.gap_s(before)
+    gap_s = max(b - a for a, b in itertools.pairwise(stream.times[before:]))
     assert gap_s < MAX_GAP_S, f"the stream stood still for {gap_s:.2f} s"
     assert http_status(stream.port, "/health") == OK
 

@@ -30,16 +30,6 @@ def over_seeds(count: int) -> pytest.MarkDecorator:
     )
 
 
-def together(count: int) -> pytest.MarkDecorator:
-    """The noise of one seed and, where there is time, that of all: the layers of a seed share their errors.
-
-    Of seed 0 alone, 80 to 89 % of the intervals hold the truth. Of each of the next five, 98 to 100 % do.
-    """
-    return pytest.mark.parametrize(
-        "seeds", [range(1, 2), pytest.param(range(count), marks=pytest.mark.long)], ids=["one", "all"]
-    )
-
-
 @pytest.fixture(autouse=True)
 def _floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engine.ENGINES, "floor", "tests.bench.compare.floor_engine:Floor")
@@ -144,11 +134,10 @@ def test_a_baseline_that_neither_paces(seeds: range) -> None:
     assert sum(inside) >= 0.9 * len(inside)
 
 
-@together(3)
-def test_a_captured_engine_beside_it(seeds: range) -> None:
+def test_a_captured_engine_beside_it() -> None:
     """Timed as the baseline is, without ballast."""
     inside = []
-    for seed in seeds:
+    for seed in range(3):
         ours = f"replayed:0,8,8,{seed},1,0.1,0.1"
         found = compare(model(*HOST), ours, f"launching:8,1,60,{seed}", 1.5, budget_s=60, threads=1)
         inside += held(found, HOST, (8.0, 2.0))
@@ -160,11 +149,10 @@ def test_a_captured_engine_beside_it(seeds: range) -> None:
     assert sum(inside) >= 0.9 * len(inside)
 
 
-@together(3)
-def test_a_captured_engine_beside_one_that_its_host_paces(seeds: range) -> None:
+def test_a_captured_engine_beside_one_that_its_host_paces() -> None:
     """Each by what sets its pace."""
     inside = []
-    for seed in seeds:
+    for seed in range(3):
         found = compare(model(*HOST), f"replayed:0,8,8,{seed}", f"launching:8,1,30,{seed}", 1.5, budget_s=60, threads=1)
         inside += held(found, HOST, (8.0, 1.0))
         assert (said(found).ours, said(found).baseline) == ("the device's", "the host's")
@@ -194,11 +182,10 @@ def test_an_engine_that_its_device_paces() -> None:
 LONG = (16, *(64, 64, 48) * 9, 64, 64, 1)
 
 
-@together(4)
-def test_a_model_larger_than_a_call_whose_smallest_programs_are_hidden(seeds: range) -> None:
+def test_a_model_larger_than_a_call_whose_smallest_programs_are_hidden() -> None:
     """The floor is 16 us, the whole model 38: what takes less than 32 does not count, and no layer is pulled to 0 by it."""
     inside = []
-    for seed in seeds:
+    for seed in range(4):
         found = compare(model(*LONG), f"floor:16,5,1,{seed}", f"floor:0,8,0.1,{seed}", 1.5, budget_s=60, threads=1)
         usual = {name: median(seconds) for name, seconds in by_variant(found.ours.runs).items()}
         assert min(usual.values()) > 31e-6
