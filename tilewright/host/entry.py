@@ -91,7 +91,8 @@ class Entry:
         return tuple(map(inputs.__getitem__, self._input_names))
 
     def begin_group(self, group: Group, plan: Plan, priority: int, timeout_s: float | None) -> None:
-        """`begin` for requests that arrived together and differ only in their tensors; `all_there` has to be called next.
+        """`begin` for requests that arrived together and differ only in their tensors. `all_there` or
+        `all_there_soon` has to be called next.
 
         `group` is told of errors, too: each request that has no room in the queue is refused.
         """
@@ -155,23 +156,20 @@ class Entry:
             self.stats.refused, waiting.item = self.stats.refused + 1, None
             raise self._overloaded(error) from None
         self._overtakes(item)
-        self._all_there_soon()
+        self.all_there_soon()
 
     def _overtakes(self, item: Item) -> None:
         """Recall the batch that was sent ahead if an item, which is in the queue now, has to come first."""
         if self._behind is not None and self._batcher.overtakes(item):
             self._recall()
 
-    def all_there(self, *, turn: bool) -> None:
-        """Called after groups have begun. `turn`: they are all that has arrived in a turn of the event loop."""
-        if turn:
-            self._pump()
-        else:
-            self._all_there_soon()
+    def all_there(self) -> None:
+        """All requests of this turn of the event loop have begun."""
+        self._pump()
 
-    def _all_there_soon(self) -> None:
-        # Call it after all requests of this turn of the event loop have arrived, so that they form one batch. If requests come
-        # one by one, this would only make a single client wait until the end of the turn.
+    def all_there_soon(self) -> None:
+        """A request or a group has begun. Others of this turn of the event loop may follow, and then form one batch with it."""
+        # If requests come one by one, this would only make a single client wait until the end of the turn.
         if not self._soon:
             if self._alone >= ALONE:
                 self._pump()

@@ -171,12 +171,16 @@ class Repeats:
 
     def _turn(self) -> None:
         self._soon, self._alone, self._count = False, self._count < 2, 0
-        self.begin(turn=True)
+        for version in self._begun():
+            version.all_there()
 
-    def begin(self, *, turn: bool = False) -> None:
-        """Begin to answer the requests that have arrived. `turn`: they are all of a turn of the event loop."""
-        if not self._messages:
-            return
+    def begin(self) -> None:
+        """Begin to answer the requests that have arrived. More may arrive in this turn of the event loop."""
+        for version in self._begun():
+            version.all_there_soon()
+
+    def _begun(self) -> set[Version]:
+        """Begin to answer the requests that have arrived; return the versions that have groups of them."""
         messages, self._messages, together = self._messages, [], not self._draining()
         drafts, latest = list[_Draft](), dict[int, _Draft]()
         for link, first, contents in messages:
@@ -194,9 +198,7 @@ class Repeats:
                 draft.links.append(link)
                 draft.numbers.append(number)
                 draft.repeats.append(repeat)
-        for version in {self._begin(draft) for draft in drafts}:
-            if version is not None:
-                version.all_there(turn=turn)
+        return {version for draft in drafts if (version := self._begin(draft)) is not None}
 
     def _begin(self, draft: _Draft) -> Version | None:
         """Begin to answer the requests of a group; return the version that does. None: they take the usual way."""
