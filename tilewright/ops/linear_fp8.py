@@ -56,32 +56,31 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         ctx.weight_codes = weight_gradient and needs_dw
-        x_codes, saved_x = _codes(x, scale, both_ways=ctx.weight_codes)
-        w_codes, saved_w = _codes(weight, scale, both_ways=needs_dx)
-        ctx.save_for_backward(*(saved_x or (x,)), *saved_w)
+        x_codes, saved_x = _both_ways(x, scale) if ctx.weight_codes else (ONE_WAY[scale](rows_ready(x), _FORMAT), (x,))
+        w_codes, saved_w = _both_ways(weight, scale) if needs_dx else (ONE_WAY[scale](rows_ready(weight), _FORMAT), ())
+        ctx.save_for_backward(*saved_x, *saved_w)
         return _product(x_codes, w_codes, bias, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-        dy, saved, dx, dw = grads[0].contiguous(), list(ctx.saved_tensors), None, None
+        dy, saved = grads[0].contiguous(), ctx.saved_tensors
         x, w = (saved[:2], saved[2:]) if ctx.weight_codes else (saved[:1], saved[1:])
-        if needs_dx or ctx.weight_codes:
-            codes, transposed = _codes(dy, "row", both_ways=ctx.weight_codes)
-            dx = _product(codes, w, None, dy.dtype) if needs_dx else None
-            dw = _product(transposed, x, None, dy.dtype) if ctx.weight_codes else None
-        if needs_dw and not ctx.weight_codes:
-            dw = matmul(dy.mT, operand_ready(x[0]))
+        if ctx.weight_codes:
+            codes, transposed = _both_ways(dy, "row")
+            dw = _product(transposed, x, None, dy.dtype)
+        else:
+            codes = quantize_rows_op(dy, _FORMAT) if needs_dx else ()
+            dw = matmul(dy.mT, operand_ready(x[0])) if needs_dw else None
+        dx = _product(codes, w, None, dy.dtype) if needs_dx else None
         return dx, dw, dy.sum(0) if needs_db else None, None, None
 
 
-def _codes(x: Tensor, scale: str, *, both_ways: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """(the codes of x [N, K] and their scales, those of x^T or ())"""
-    if not both_ways:
-        return ONE_WAY[scale](rows_ready(x), _FORMAT), ()
-    codes, scales, *transposed = quantize_both_ways_op(rows_ready(x), scale, _FORMAT)
-    return (codes, scales), tuple(transposed)
+def _both_ways(x: Tensor, scale: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """(the codes of x [N, K] and their scales, those of x^T)"""
+    found = quantize_both_ways_op(rows_ready(x), scale, _FORMAT)
+    return found[:2], found[2:]
 
 
 def _product(x: Sequence[Tensor], w: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
