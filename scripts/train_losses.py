@@ -2,9 +2,10 @@
 
     python -m scripts.train_losses llama-3b --data books.jsonl.xz --steps 200 --compute dtype fp8 fp8-all --graphs --out FILE
 
-Each run has the same random weights, texts and order. They follow each other, so nothing else uses the device. Seconds are
-those of the updates after the first ten, which compile and capture. Losses are means over --window updates, because those of
-single updates vary more than the formats differ. Prints a table after each run, and writes all losses to --out as JSON.
+Each run has the same random weights, and the same texts in the same order, cut into pieces of a row. The runs follow each
+other, so nothing else uses the device. Seconds are those of the updates after the first ten, which compile and capture. Losses
+are means over --window updates, because those of single updates vary more than the formats differ. Prints a table after each
+run, and writes all losses to --out as JSON.
 """
 
 import argparse
@@ -32,15 +33,13 @@ UNTIMED = 10
 
 
 @contextmanager
-def texts(files: list[str], tokenizer: str, vocabulary: int) -> Iterator[Mixture]:
-    """The texts, shuffled."""
+def texts(files: list[str], tokenizer: str, vocabulary: int, piece_tokens: int) -> Iterator[Mixture]:
+    """The texts in pieces, shuffled."""
     encoder = Encoder(resolve(tokenizer))
     with tempfile.TemporaryDirectory() as folder:
         paths, home = [Path(name) for name in files], Path(folder)
-        shards = text_shards(
-            paths, encoder, vocabulary, home, identity=encoder.identity, text_field="text", progress=print
-        )  # fmt: skip
-        yield Mixture([Texts(shards, 0, "texts", 4096)], None)
+        shards = text_shards(paths, encoder, vocabulary, home, identity=encoder.identity, text_field="text", progress=print)
+        yield Mixture([Texts(shards, 0, "texts", piece_tokens)], None)
 
 
 def losses(update: Updates, data: Mixture, steps: int) -> dict[str, Any]:
@@ -101,13 +100,14 @@ def main() -> None:
     size = (SHAPES.get(asked.model) or load_config(resolve(asked.model))).limited(asked.row_tokens)
     said: dict[str, Any] = {"what": "losses by compute format", **environment(), "model": asked.model, "runs": {}}
     for compute in asked.compute:
-        gc.collect()  # the model of the run before
+        gc.collect()  # the model and the graphs of the run before
+        torch.cuda.empty_cache()
         torch.manual_seed(0)
         config = TrainConfig(
             model=asked.model, init="random", dtype=asked.dtype, compute=compute, graphs=asked.graphs, lr=asked.lr, warmup=20,
             row_tokens=asked.row_tokens, micro_rows=asked.rows, steps=asked.steps, schedule="constant",
         )  # fmt: skip
-        with texts(asked.data, asked.tokenizer, size.vocab_size) as data:
+        with texts(asked.data, asked.tokenizer, size.vocab_size, asked.row_tokens) as data:
             said["runs"][compute] = losses(Updates(config, size, torch.device(asked.device)), data, asked.steps)
         print(table(said["runs"], asked.window), flush=True)
         if asked.out is not None:

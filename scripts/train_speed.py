@@ -47,7 +47,7 @@ def packed(rows: int, vocabulary: int, draw: np.random.Generator) -> TrainBatch:
 
 
 class Updates:
-    """Updates of a model with random weights. The GPU is the first one unless `device` says otherwise."""
+    """Makes updates of a model with random weights, one for each call."""
 
     def __init__(self, config: TrainConfig, size: ModelConfig, device: torch.device):
         self.config, self.device, self.number, dtype = config, device, 0, getattr(torch, config.dtype)

@@ -18,9 +18,8 @@ from tilewright.engine.core import Engine
 from tilewright.engine.decoding import Newest
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.grammar_cache import Compiled
-from tilewright.engine.grammar_masks import Constraint, Grammars
+from tilewright.engine.grammar_masks import Grammars
 from tilewright.engine.llm import LLM
-from tilewright.engine.mask_times import MaskTimes
 from tilewright.engine.request import Request, SamplingParams
 from tilewright.engine.step import FillMasks, Step, StepResult
 
@@ -155,22 +154,15 @@ class Checked(Grammars):
     used = 0
 
     def fill(
-        self,
-        requests: Sequence[Request],
-        constraints: Sequence[Constraint | None],
-        bits: np.ndarray,
-        drafts: Sequence[Sequence[int]] | None = None,
-        *,
-        newest: Newest | None = None,
-        times: MaskTimes | None = None,
-    ) -> list[tuple[Request, str]]:
+        self, requests: Sequence[Request], *args: Any, newest: Newest | None = None, **named: Any
+    ) -> list[tuple[Request, str]]:  # fmt: skip
         """As the real one."""
         assert newest is not None
         for request, count, token in zip(requests, *newest, strict=True):
             if count > 0 and request.finish_reason is None:
                 assert (len(request.output_ids), request.output_ids[-1]) == (count, token)
                 Checked.used += 1
-        return super().fill(requests, constraints, bits, drafts, newest=newest, times=times)
+        return super().fill(requests, *args, newest=newest, **named)
 
 
 CHECKED = Checked(byte_tokenizer().to_json(), (END,)) if pytest.importorskip("llguidance") else None
