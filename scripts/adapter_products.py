@@ -13,15 +13,17 @@ layers with weights of their own, so that none of them is in L2. All figures are
     none        the same, but `lora_expand_add` starts while `lora_shrink` still runs
     chained     the same, and `lora_shrink` starts while the layer's own product still runs
     first       `lora_shrink` beside the layer's own product, in another branch of the graph
-    fetched     the same, and in that branch the adapters' B is then prefetched into L2; the engine has no such way
-    engine      the layer itself, as in the engine's captured steps
+    fetched     the same, and in that branch the adapters' B is then prefetched into L2
+    gated       `chained`, with `lora_expand_silu_mul` in place of `lora_expand_add` and the activation; only gate and up
+    engine      the layer itself, as in the engine's captured steps: `gated` where there is one, else `chained`
 
-`bits` says whether the last six gave the same bits.
+`bits` says whether the ways above gave the same bits.
 
 With `--variants` implementations and configs of both operators are timed as well, each alone (`shrink_variants` and
 `expand_variants`, the fastest first). Each is compared with the operator's definition: `error` is the RMS error relative to the
 RMS of the definition. A variant with too large an error is `wrong` and never chosen. Then the fastest two of both operators are
-timed in the layer, in each combination, `chained`, `first` and `fetched` (`pairs`; `us` is what they add to `base`).
+timed in the layer, in each combination, `chained`, `first` and `fetched` (`pairs`; `us` is what they add to `base`); `gated`
+likewise.
 
 `step_ms` is what the adapters add to a step of 36 blocks, for each way with the default configs. `best` names the way that adds
 least to each layer, and with `--variants` its implementations and configs. `best_step_ms` is what these add to a step. The
@@ -47,6 +49,7 @@ from tilewright.bench.harness import interleaved_us
 from tilewright.bench.provenance import environment
 from tilewright.hw.device import device_of
 from tilewright.kernels.gemm.lora.expand import lora_expand_add_op
+from tilewright.kernels.gemm.lora.expand_silu_mul import lora_expand_silu_mul_op
 from tilewright.kernels.gemm.lora.problem import fetch_block, tile_at, tiles_of
 from tilewright.kernels.gemm.lora.shrink import lora_shrink_op
 from tilewright.nn import Linear, LoraStack
@@ -62,7 +65,7 @@ LAYERS: dict[str, tuple[int, tuple[int, ...], str]] = {
     "down": (12288, (4096,), "none"),
 }
 """The linear layers of a block: K, the rows of each part, the activation."""
-SHRINK, EXPAND = lora_shrink_op, lora_expand_add_op
+SHRINK, EXPAND, GATED = lora_shrink_op, lora_expand_add_op, lora_expand_silu_mul_op
 
 
 class Variant(NamedTuple):
@@ -98,14 +101,15 @@ VARIANTS: dict[Op, list[Variant]] = {
         *(
             _direct(STEPS=steps, FETCH=fetch, num_warps=warps)
             for steps, fetch, warps in (
-                *((1, 0, 1), (2, 0, 1), (4, 0, 1), (4, 2, 1), (8, 2, 1), (8, 7, 1)),
+                *((1, 0, 1), (2, 0, 1), (4, 0, 1), (4, 2, 1), (8, 2, 1)),
                 *((1, 0, 2), (2, 0, 2), (4, 2, 2), (8, 2, 2)),
             )
         ),
     ],
+    GATED: [_direct(STEPS=steps, num_warps=warps) for steps, warps in product((1, 2, 4), (1, 2))],
 }
-LIMITS: dict[Op, float] = {SHRINK: 1e-4, EXPAND: 8e-3}
-"""The largest RMS error of a variant: `lora_shrink` has float32 results, `lora_expand_add` rounds to bf16 twice."""
+LIMITS: dict[Op, float] = {SHRINK: 1e-4, EXPAND: 8e-3, GATED: 8e-3}
+"""The largest RMS error of a variant: `lora_shrink` has float32 results, the others round to bf16 two or three times."""
 FASTEST = 2
 """The number of variants of each operator that are timed in the layer."""
 
@@ -130,6 +134,8 @@ class Case:
         self.ends = ends[0], ends[1] if len(ends) > 1 else ends[-1]
         self.layers, self.x, self.h, self.y = [], [], [], []
         self.branch = None if meta else torch.cuda.Stream()
+        self.gated = self.activation == "silu_mul"
+        self.ways = (*WAYS, "gated") if self.gated else WAYS
         for _ in range(1 if meta else args.layers):
             layer = Linear(features, self.parts, bias=False, **place).requires_grad_(False)
             stack = LoraStack(self.parts, features, adapters=args.adapters, rank=args.rank, **place)
@@ -148,7 +154,8 @@ class Case:
         stack = self.layers[i].adapter
         if op is SHRINK:
             return self.x[i], stack.a, self.order, False
-        return self.y[i], self.h[i], stack.b, stack.scales, self.order, *self.ends, False
+        ends = () if op is GATED else self.ends
+        return self.y[i], self.h[i], stack.b, stack.scales, self.order, *ends, False
 
     def alone(self, op: Op, variant: Variant | None) -> Callable[[int], Any]:
         return lambda i: run(op, variant, *self.arguments(op, i))
@@ -182,7 +189,9 @@ class Case:
                         _fetch_kernel[grid](stack.b, self.order, x.shape[0], **options)
                 current.wait_stream(self.branch)
             else:
-                h = run(SHRINK, shrink, x, stack.a, self.order, name == "chained")
+                h = run(SHRINK, shrink, x, stack.a, self.order, name in ("chained", "gated"))
+            if name == "gated":
+                return run(GATED, expand, y, h, stack.b, stack.scales, self.order, True)
             run(EXPAND, expand, y, h, stack.b, stack.scales, self.order, *self.ends, name in ("none", "chained"))
             return activated(y, self.activation)
 
@@ -206,7 +215,7 @@ class Case:
     def same_bits(self) -> bool:
         """Whether replays of all ways give the last layer the same bits."""
         found = []
-        for way in (*map(self.way, WAYS), self.engine):
+        for way in (*map(self.way, self.ways), self.engine):
             way(0)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -219,7 +228,7 @@ class Case:
     def moved(self) -> dict[str, int]:
         """The bytes of A and of B."""
         stack = self.layers[0].adapter
-        return {"shrink": stack.a.nbytes, "expand": stack.b.nbytes}
+        return {"shrink": stack.a.nbytes, "expand": stack.b.nbytes} | ({"expand_gated": stack.b.nbytes} if self.gated else {})
 
 
 WAYS = ("serial", "none", "chained", "first", "fetched")
@@ -248,7 +257,7 @@ def compile_all(args: argparse.Namespace) -> None:
     cases = {name: Case(name, args, "meta") for name in LAYERS}
     with on_card(device), compile_only(device.arch, os.cpu_count() or 1):
         for name, case in cases.items():
-            for op in VARIANTS:
+            for op in (SHRINK, EXPAND, *([GATED] if case.gated else [])):
                 for variant in accepted(name, op, args) if args.variants else ():
                     call = case.arguments(op, 0)
                     run(op, variant, *call)
@@ -262,17 +271,21 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "activation": case.after,
         "shrink": case.alone(SHRINK, None),
         "expand": case.alone(EXPAND, None),
-        **{way: case.way(way) for way in WAYS},
+        **{way: case.way(way) for way in case.ways},
         "engine": case.engine,
     }
-    if case.activation == "none":
+    if case.gated:
+        calls["expand_gated"] = case.alone(GATED, None)
+    else:
         del calls["activation"]
     times = interleaved_us(list(calls.values()), sets=args.layers, rounds=args.rounds)
     row: dict[str, Any] = {"layer": name, "activation": 0.0}
     row |= {way: round(us, 2) for way, (us, _) in zip(calls, times, strict=True)}
     row["tb_per_s"] = {way: round(size / row[way] * 1e-6, 2) for way, size in case.moved().items()}
     row["bits"] = case.same_bits()
-    row["best"] = min(({"way": way, "us": round(row[way] - row["base"], 2)} for way in WAYS), key=lambda found: found["us"])
+    row["best"] = min(
+        ({"way": way, "us": round(row[way] - row["base"], 2)} for way in case.ways), key=lambda found: found["us"]
+    )
     if args.variants:
         add_variants(row, case, args)
     return row
@@ -281,7 +294,7 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
 def add_variants(row: dict[str, Any], case: Case, args: argparse.Namespace) -> None:
     """Time the variants of both operators alone, then the fastest in the layer."""
     fastest: dict[Op, list[Variant]] = {}
-    for op, key in ((SHRINK, "shrink"), (EXPAND, "expand")):
+    for op, key in ((SHRINK, "shrink"), (EXPAND, "expand"), *([(GATED, "expand_gated")] if case.gated else [])):
         variants = accepted(row["layer"], op, args)
         want = case.wanted(op)
         checked = [(variant, case.error(op, variant, want)) for variant in variants]
@@ -294,7 +307,10 @@ def add_variants(row: dict[str, Any], case: Case, args: argparse.Namespace) -> N
             for (us, _), (variant, error) in ranked
         ]
         fastest[op] = [variant for _, (variant, error) in ranked if error < LIMITS[op]][:FASTEST]
-    pairs = list(product(fastest[SHRINK], fastest[EXPAND], ("chained", "first", "fetched")))
+    pairs: list[tuple[Variant, Variant, str]] = [
+        *product(fastest[SHRINK], fastest[EXPAND], ("chained", "first", "fetched")),
+        *product(fastest[SHRINK], fastest.get(GATED, []), ("gated",)),
+    ]
     calls = [case.base, *(case.way(way, shrink, expand) for shrink, expand, way in pairs)]
     (base, _), *timed = interleaved_us(calls, sets=args.layers, rounds=args.rounds)
     row["pairs"] = sorted(

@@ -43,6 +43,7 @@ PEERLESS = {
     "kv_cache_write",
     "layer_norm_quantize",
     "lora_expand_add",
+    "lora_expand_silu_mul",
     "lora_shrink",
     "minhash",
     "mask_logits",

@@ -81,7 +81,7 @@ def test_a_row_has_the_same_bits_in_any_company(seed: int, dtype: torch.dtype) -
     y = torch.zeros(x.shape[0], sum(layer.parts), dtype=dtype, device=TORCH_DEVICE)
 
     def added(rows: Tensor) -> Tensor:
-        return stack.add(y[rows].clone(), x[rows], ops.adapter_order(ids[rows]))
+        return stack.activated(y[rows].clone(), x[rows], ops.adapter_order(ids[rows]), "none")
 
     everybody = torch.arange(x.shape[0], device=TORCH_DEVICE)
     whole = added(everybody)
@@ -109,14 +109,44 @@ def test_without_shared_memory_rows_are_the_definition_in_any_company(parts: tup
     y = torch.zeros(29, sum(parts), dtype=torch.bfloat16, device=TORCH_DEVICE)
     with prefer("direct"):
         got = layer(x, adapters=ops.adapter_order(ids))
-        added = stack.add(y.clone(), x, ops.adapter_order(ids))
-        alone = stack.add(y[:1].clone(), x[20:21], ops.adapter_order(ids[20:21]))
-        backwards = stack.add(y.clone(), x.flip(0), ops.adapter_order(ids.flip(0))).flip(0)
+        added = stack.activated(y.clone(), x, ops.adapter_order(ids), "none")
+        alone = stack.activated(y[:1].clone(), x[20:21], ops.adapter_order(ids[20:21]), "none")
+        backwards = stack.activated(y.clone(), x.flip(0), ops.adapter_order(ids.flip(0)), "none").flip(0)
     want = truth(layer, stack, x, ids)
     scale = want.square().mean().sqrt()
     assert ((got.double() - want).square().mean().sqrt() / scale).item() < 3 * LIMITS[torch.bfloat16][1]
     assert torch.equal(backwards, added)
     assert torch.equal(alone[0], added[20])
+
+
+@needs_triton
+@pytest.mark.parametrize(("half", "rank", "impl"), [(128, 16, "direct"), (64, 32, "direct"), (40, 5, "separate")])
+@pytest.mark.parametrize("fill", [1.0, float("nan")])
+def test_a_gated_layer_has_the_bits_of_its_two_operators(half: int, rank: int, impl: str, fill: float) -> None:
+    generator = torch.Generator().manual_seed(half)
+
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(torch.bfloat16).to(TORCH_DEVICE)
+
+    layer = Linear(512, (half, half), bias=False, device=TORCH_DEVICE, dtype=torch.bfloat16).requires_grad_(False)
+    stack = LoraStack((half, half), 512, adapters=3, rank=rank, device=TORCH_DEVICE, dtype=torch.bfloat16)
+    for number in range(2):
+        pairs = {part: (randn(rank, 512, scale=512**-0.5), randn(half, rank)) for part in range(2)}
+        stack.put(number, pairs, {0: 0.5 + number, 1: 2.0})
+    stack.put(2, {part: (torch.full((rank, 512), fill), torch.full((half, rank), fill)) for part in range(2)}, {0: 1.0, 1: 1.0})
+    ids = torch.tensor([2] * 18 + [0, 1] * 5 + [3, 0], device=TORCH_DEVICE)
+    x, order = randn(len(ids), 512), ops.adapter_order(ids)
+    y = layer(x)
+    h = ops.lora_shrink(x, stack.a, order)
+    with prefer(impl):
+        got = ops.lora_expand_silu_mul(y, h, stack.b, stack.scales, order)
+    want = ops.silu_mul(*ops.lora_expand_add(y.clone(), h, stack.b, stack.scales, order, (half, half)).chunk(2, -1))
+    assert torch.equal(got[ids < 3], want[ids < 3])
+    assert torch.equal(got[ids == 0], ops.silu_mul(*y.chunk(2, -1))[ids == 0])
+    assert bool(got[ids < 3].isfinite().all())
+    assert bool(got[ids == 3].isfinite().all()) == (fill == 1.0)
+    layer.adapter = stack
+    assert torch.equal(layer(x, "silu_mul", order)[ids < 3], want[ids < 3])
 
 
 @needs_triton
@@ -128,7 +158,7 @@ def test_what_an_adapter_holds_reaches_nobody_else() -> None:
     for number, fill in enumerate((1.0, float("nan"), float("inf"))):
         stack.put(number, {0: (torch.full((4, x.shape[1]), fill), torch.full((24, 4), fill))}, {0: 1.0})
     ids = torch.arange(20, device=TORCH_DEVICE) % 4
-    y = stack.add(torch.ones(20, 24, device=TORCH_DEVICE), x, ops.adapter_order(ids))
+    y = stack.activated(torch.ones(20, 24, device=TORCH_DEVICE), x, ops.adapter_order(ids), "none")
     assert bool((y[ids == 0] == 1).all())
     assert bool(y[ids == 1].isfinite().all())
     assert bool(y[ids == 2].isnan().all())
@@ -151,17 +181,21 @@ def test_tiles_are_neighbours_with_one_adapter(tokens: int, held: int) -> None:
 
 
 @pytest.mark.skipif(env.interpreting(), reason="Triton interprets kernels in this process, and compiles none")
+@pytest.mark.parametrize(("impl", "fetch"), [("direct", "ld.global.v2"), ("triton", "prefetch.global.L2")])
 @pytest.mark.parametrize(("card", "chained"), [("h100", True), ("h100", False), ("a100", True)])
-def test_what_is_chained_fetches_weights_before_it_waits(card: str, chained: bool) -> None:
+def test_what_is_chained_fetches_weights_before_it_waits(card: str, chained: bool, impl: str, fetch: str) -> None:
     device = device_named(card)
     made = lora_expand_add_op.make(Inputs(), M=20, N=512, adapters=3, chained=chained)  # pyright: ignore
     args = tuple(map(stand_in, made))
-    with on_card(device):
+    with on_card(device), prefer(impl):
         choice = lora_expand_add_op.choose(device, lora_expand_add_op.problem(*args))
+        assert choice.impl.name == impl
         (binary,) = record(choice.impl, choice.config, args, device.arch)
-    before, *after = binary.ptx.split("griddepcontrol.wait")
-    assert len(after) == (2 if chained and card == "h100" else 0)  # once more in programs without an adapter
-    assert "prefetch.global.L2" in before
+    parts = binary.ptx.split("griddepcontrol.wait")
+    waits = 2 if chained and card == "h100" else 0  # once more in programs without an adapter
+    assert len(parts) == 1 + waits
+    fetching = next(part for part in parts if fetch in part)
+    assert ("st.global" in fetching) == (waits == 0)  # it stores only after it has waited
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -177,3 +211,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.lora_expand_add(y, h, b, scales, order, (3, 3))
     with pytest.raises(ValueError, match="scales must be contiguous"):
         ops.lora_expand_add(y, h, b, scales.double(), order)
+    with pytest.raises(ValueError, match=r"lora_expand_silu_mul: h must be contiguous \[1, 3, 8\]"):
+        ops.lora_expand_silu_mul(y, h, b, scales, order)
+    with pytest.raises(ValueError, match="lora_expand_silu_mul: parts are"):
+        ops.lora_expand_silu_mul(y[:, :5], h, b[:, :5].contiguous(), scales, order)

@@ -73,6 +73,7 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"N": 2, "C": 64, "H": 14, "O": 64, "dtype": torch.float32},
     ),
     "lora_expand_add": ({"M": 20, "N": 4096, "adapters": 3}, {"M": 20, "N": 4096, "adapters": 3, "dtype": torch.float32}),
+    "lora_expand_silu_mul": ({"M": 20, "N": 4096, "adapters": 3}, {"M": 20, "N": 4096, "R": 32, "adapters": 3}),
     "lora_shrink": (
         {"M": 20, "K": 2048, "parts": 3, "adapters": 3},
         {"M": 20, "K": 2048, "parts": 3, "adapters": 3, "dtype": torch.float32},

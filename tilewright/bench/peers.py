@@ -339,6 +339,7 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         f"M={m} K={k} parts={parts} adapters=64" for m in (16, 64, 256, 2048) for k, parts in ((4096, 3), (14336, 1))
     ),
     "lora_expand_add": tuple(f"M={m} N={n} adapters=64" for m in (16, 64, 256, 2048) for n in (4096, 14336)),
+    "lora_expand_silu_mul": tuple(f"M={m} N=24576 adapters=64" for m in (16, 64, 256, 2048)),
     "mx_linear": _PRODUCTS,
     "capped_paged_attention": ("B=1 KV=8192", "B=64 KV=4096", "B=64 KV=20000 ragged=true", "B=1 KV=2048 Q=2048"),
     "paged_attention": (

@@ -15,7 +15,6 @@ from tilewright.nn.filling import parameter, uniform
 from tilewright.nn.lora import Lora, LoraStack
 from tilewright.ops.linear import QuantizedActivation
 from tilewright.ops.linear_fp8 import Fp8Recipe
-from tilewright.ops.linear_gradient import activated
 from tilewright.ops.weights import QuantizedWeight
 
 __all__ = ["Linear"]
@@ -84,9 +83,7 @@ class Linear(nn.Module):
                 return ops.linear_straight_through(x, self.weight, self.quantized_weight, self.bias, activation)
             return ops.linear(x, self.weight, self.bias, activation)
         assert isinstance(x, Tensor)
-        started = self.adapter.start(x)
-        y = ops.linear(x, self.weight, self.bias)
-        return activated(self.adapter.add(y, x, adapters, started), activation)
+        return self.adapter.activated(ops.linear(x, self.weight, self.bias), x, adapters, activation)
 
     def extra_repr(self) -> str:
         rows, cols = self.weight.shape

@@ -15,12 +15,12 @@ Not here: adapters of embeddings and heads, magnitudes (DoRA), ranks that are ch
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from tilewright import ops
+from tilewright.ops.linear_gradient import activated
 
 __all__ = ["Lora", "LoraStack", "without_adapters"]
 
@@ -50,12 +50,11 @@ class Lora(nn.Module):
         """Whether anything is added for a batch with these adapter ids."""
         return self.enabled
 
-    def start(self, x: Tensor) -> torch.cuda.Event | None:
-        """None: nothing runs beside the layer's own product, as `LoraStack.start` arranges it."""
-        return None
+    def activated(self, y: Tensor, x: Tensor, adapters: Tensor | None, activation: str) -> Tensor:
+        """The activation of y [..., N of all parts] + the adapter applied to x [..., K]."""
+        return activated(self._added(y, x), activation)
 
-    def add(self, y: Tensor, x: Tensor, adapters: Tensor | None, started: torch.cuda.Event | None = None) -> Tensor:
-        """y [..., N of all parts] + the adapter applied to x [..., K]."""
+    def _added(self, y: Tensor, x: Tensor) -> Tensor:
         active = self.training and self.dropout > 0 and torch.is_grad_enabled()
         pieces = []
         for part, rows in enumerate(self.parts):
@@ -84,12 +83,6 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             module.enabled = True
 
 
-@cache
-def _branch(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which the other branch of a graph is captured."""
-    return torch.cuda.Stream(device)
-
-
 class LoraStack(nn.Module):
     """Adapters 1 to S of a layer, each of rank at most `rank`; smaller ones are padded with zeros, which add nothing.
 
@@ -115,38 +108,18 @@ class LoraStack(nn.Module):
         """Whether anything is added for a batch with these adapter ids."""
         return adapters is not None
 
-    def start(self, x: Tensor) -> torch.cuda.Event | None:
-        """Call it before the layer's own product. In a captured step the product with A then runs beside it.
+    def activated(self, y: Tensor, x: Tensor, adapters: Tensor | None, activation: str) -> Tensor:
+        """The activation of y [T, N of all parts] + the result of each token's adapter; y may be overwritten.
 
-        It runs in another branch of the graph. It is limited by memory bandwidth, and the layer's own product of hundreds of
-        rows by the tensor cores.
-        """
-        if not x.is_cuda:
-            return None
-        _branch(x.device)
-        if not torch.cuda.is_current_stream_capturing():
-            return None
-        started = torch.cuda.Event()
-        started.record()
-        return started
-
-    def add(self, y: Tensor, x: Tensor, adapters: Tensor | None, started: torch.cuda.Event | None = None) -> Tensor:
-        """Add the result of each token's adapter to y [T, N of all parts], in place; adapters as in `Batch`.
-
-        started: the result of `start`; None: nothing runs beside the layer's own product. The bits are the same.
+        adapters: as in `Batch`. The layer's own product, y, must be the preceding launch: the first product of the adapters
+        starts while it still runs.
         """
         assert adapters is not None
-        if started is None:
-            h = ops.lora_shrink(x, self.a, adapters)
-            return ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts, chained=True)
-        # The layer's own product comes first in the graph: its large blocks would wait for an SM that small ones have filled.
-        # Memory of the branch is used again only in a later branch, which begins after this one has ended.
-        branch = _branch(x.device)
-        branch.wait_event(started)
-        with torch.cuda.stream(branch):
-            h = ops.lora_shrink(x, self.a, adapters)
-        torch.cuda.current_stream(x.device).wait_stream(branch)
-        return ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts)
+        h = ops.lora_shrink(x, self.a, adapters, chained=True)
+        if activation == "silu_mul" and len(self.parts) == 2 and self.parts[0] == self.parts[1]:
+            return ops.lora_expand_silu_mul(y, h, self.b, self.scales, adapters, chained=True)
+        y = ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts, chained=True)
+        return activated(y, activation)
 
     @torch.no_grad()
     def put(self, index: int, pairs: Mapping[int, tuple[Tensor, Tensor]], scales: Mapping[int, float]) -> None:

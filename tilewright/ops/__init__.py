@@ -38,6 +38,7 @@ from tilewright.kernels.gemm.grouped.weight_gradient import grouped_weight_gradi
 from tilewright.kernels.gemm.grouped.weight_only import grouped_mixed_linear, grouped_mixed_linear_op
 from tilewright.kernels.gemm.linear import linear_op, matmul
 from tilewright.kernels.gemm.lora.expand import lora_expand_add, lora_expand_add_op
+from tilewright.kernels.gemm.lora.expand_silu_mul import lora_expand_silu_mul, lora_expand_silu_mul_op
 from tilewright.kernels.gemm.lora.shrink import adapter_order, lora_shrink, lora_shrink_op
 from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear, block_scaled_linear_op
 from tilewright.kernels.gemm.quantized.mx import mx_linear, mx_linear_op
@@ -185,6 +186,7 @@ __all__ = [
     "linear_straight_through",
     "log_softmax",
     "lora_expand_add",
+    "lora_expand_silu_mul",
     "lora_shrink",
     "mask_logits",
     "masked_grouped_linear",

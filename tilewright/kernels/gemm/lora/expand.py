@@ -11,6 +11,7 @@
 Limited by memory bandwidth: y is read and written, and B is read for the adapters in use. Rows without an adapter cost nothing.
 A program has one tile of tokens, which have the same adapter, and STEPS blocks of BLOCK_N columns, for which it adds up h once.
 It prefetches its rows of B, which are contiguous, into L2, four blocks ahead. So memory is busy while the program reads h.
+`expand_direct.py` needs no shared memory, and comes first where it accepts the problem.
 
 With `chained` (launch/pdl.py) the programs start while `lora_shrink` still runs, and prefetch B before they wait for it.
 
@@ -49,7 +50,7 @@ from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["lora_expand_add", "lora_expand_add_op"]
+__all__ = ["arguments", "check", "lora_expand_add", "lora_expand_add_op"]
 
 # ---- reference
 
@@ -102,7 +103,7 @@ SPACE = Space(
 )
 
 
-def _arguments(
+def arguments(
     inputs: Inputs, *, M: int, N: int, R: int = 16, K: int = 4096, first: int = 0, second: int = 0, adapters: int = 8,
     dtype: torch.dtype = torch.bfloat16, one: bool = False, row_stride: int = 0, chained: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, bool]:  # fmt: skip
@@ -118,22 +119,22 @@ def _arguments(
 
 
 EXAMPLES = (
-    Example("rows", lambda inputs: _arguments(inputs, M=20, N=256, adapters=3)),
+    Example("rows", lambda inputs: arguments(inputs, M=20, N=256, adapters=3)),
     Example(
         "three parts",
-        lambda inputs: _arguments(inputs, M=37, N=300, R=5, K=600, first=150, second=210, adapters=5, dtype=torch.float16),
+        lambda inputs: arguments(inputs, M=37, N=300, R=5, K=600, first=150, second=210, adapters=5, dtype=torch.float16),
     ),
-    Example("two parts", lambda inputs: _arguments(inputs, M=18, N=272, R=8, K=64, first=136, adapters=4)),
+    Example("two parts", lambda inputs: arguments(inputs, M=18, N=272, R=8, K=64, first=136, adapters=4)),
     Example(
         "strided",
-        lambda inputs: _arguments(inputs, M=5, N=40, R=80, K=64, adapters=2, dtype=torch.float32, row_stride=64),
+        lambda inputs: arguments(inputs, M=5, N=40, R=80, K=64, adapters=2, dtype=torch.float32, row_stride=64),
     ),
-    Example("one adapter", lambda inputs: _arguments(inputs, M=33, N=136, R=16, K=1100, adapters=4, one=True)),
-    Example("one", lambda inputs: _arguments(inputs, M=1, N=1, R=1, K=1, adapters=1, dtype=torch.float32, one=True)),
-    Example("chained", lambda inputs: _arguments(inputs, M=21, N=384, K=1024, first=256, adapters=2, chained=True)),
-    Example("rank of 32", lambda inputs: _arguments(inputs, M=19, N=128, R=32, K=64, adapters=2, dtype=torch.float16)),
-    Example("whole tiles", lambda inputs: _arguments(inputs, M=25, N=192, K=512, first=128, adapters=2, one=True)),
-    Example("no rows", lambda inputs: _arguments(inputs, M=0, N=32)),
+    Example("one adapter", lambda inputs: arguments(inputs, M=33, N=136, R=16, K=1100, adapters=4, one=True)),
+    Example("one", lambda inputs: arguments(inputs, M=1, N=1, R=1, K=1, adapters=1, dtype=torch.float32, one=True)),
+    Example("chained", lambda inputs: arguments(inputs, M=21, N=384, K=1024, first=256, adapters=2, chained=True)),
+    Example("rank of 32", lambda inputs: arguments(inputs, M=19, N=128, R=32, K=64, adapters=2, dtype=torch.float16)),
+    Example("whole tiles", lambda inputs: arguments(inputs, M=25, N=192, K=512, first=128, adapters=2, one=True)),
+    Example("no rows", lambda inputs: arguments(inputs, M=0, N=32)),
 )
 
 # ---- kernel
@@ -262,10 +263,10 @@ lora_expand_add_op = Op(
     ),
     cost=_cost,
     examples=EXAMPLES,
-    make=_arguments,
+    make=arguments,
     mutates=("y",),
     roundings=2,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True), DIRECT),
+    impls=(DIRECT, Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True)),
 )
 
 
@@ -289,17 +290,24 @@ def lora_expand_add(
         ValueError: shapes, dtypes or layouts do not fit.
     """
     parts = parts or (y.shape[-1],)
+    check("lora_expand_add", y, h, b, scales, adapters, parts)
+    ends = [sum(parts[: i + 1]) if i < len(parts) else y.shape[1] for i in range(2)]
+    lora_expand_add_op(y, h, b, scales, adapters, *ends, chained)
+    return y
+
+
+def check(
+    op: str, y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, parts: tuple[int, ...]
+) -> None:  # fmt: skip
+    """Raise ValueError, with the name of the op, unless the arguments fit each other."""
     if y.dim() != 2 or y.stride(1) != 1 or b.dim() != 3 or b.shape[1] != y.shape[1] or b.dtype != y.dtype:
         got = f"{list(y.shape)} {y.dtype} and {list(b.shape)} {b.dtype}"
-        raise ValueError(f"lora_expand_add: y must be [T, N] with dense rows, and b [S, N, R] of its dtype; got {got}")
+        raise ValueError(f"{op}: y must be [T, N] with dense rows, and b [S, N, R] of its dtype; got {got}")
     if len(parts) > 3 or min(parts) < 1 or sum(parts) != y.shape[1]:
-        raise ValueError(f"lora_expand_add: parts are {parts}, wanted at most 3 that make up N = {y.shape[1]}")
+        raise ValueError(f"{op}: parts are {parts}, wanted at most 3 that make up N = {y.shape[1]}")
     held, rank = b.shape[0], b.shape[2]
     for name, value, shape in (("h", h, (h.shape[0], y.shape[0], len(parts) * rank)), ("scales", scales, (held, len(parts)))):
         if value.shape != shape or value.dtype != torch.float32 or not value.is_contiguous():
             got = f"{list(value.shape)} {value.dtype}"
-            raise ValueError(f"lora_expand_add: {name} must be contiguous {list(shape)} torch.float32, got {got}")
-    check_order("lora_expand_add", adapters, y.shape[0])
-    ends = [sum(parts[: i + 1]) if i < len(parts) else y.shape[1] for i in range(2)]
-    lora_expand_add_op(y, h, b, scales, adapters, *ends, chained)
-    return y
+            raise ValueError(f"{op}: {name} must be contiguous {list(shape)} torch.float32, got {got}")
+    check_order(op, adapters, y.shape[0])

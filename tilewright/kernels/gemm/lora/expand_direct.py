@@ -39,7 +39,7 @@ from tilewright.kernels.launch.shapes import rows_of
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["DIRECT"]
+__all__ = ["COLUMNS", "DIRECT", "offsets_b", "offsets_y", "product", "scaled_sum"]
 
 COLUMNS = 64
 """The columns of a warp's block."""
@@ -60,11 +60,12 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # With 64 adapters: 2048 programs for N = 4096, 3072 for 6144 and 24576; an SM runs 24 at once, so 132 SMs run all.
-    steps = min(8, 1 << (max(1, problem.wide // 2048).bit_length() - 1))
-    while any(width % (COLUMNS * steps) for width in _widths(problem)):
-        steps //= 2
-    return {"STEPS": steps, "FETCH": 2 if steps > 2 else 0, "num_warps": 1}
+    # On an H200 with 64 adapters of rank 16, two blocks of two warps were the fastest for N of 4096, 6144 and 24576, or within
+    # 2 % of it, and prefetching did not help (scripts/adapter_products.py).
+    for steps, warps in ((2, 2), (1, 2), (2, 1)):
+        if not any(width % (COLUMNS * steps * warps) for width in _widths(problem)):
+            return {"STEPS": steps, "FETCH": 0, "num_warps": warps}
+    return {"STEPS": 1, "FETCH": 0, "num_warps": 1}
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
@@ -77,9 +78,44 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
 
 SPACE = Space(
     default=_default,
-    axes={"STEPS": (1, 2, 4, 8), "FETCH": (0, 2, 7), "num_warps": (1,)},
+    axes={"STEPS": (1, 2, 4, 8), "FETCH": (0, 2), "num_warps": (1, 2)},
     refusal=_config_refusal,
 )
+
+
+@triton.jit
+def offsets_b(R: tl.constexpr, WARPS: tl.constexpr):
+    """Where a block of B has the numbers of its threads: [q, i, warp, h, j, ranks]."""
+    rows = along(tl.arange(0, 8) * 8, 1, 6) + along(tl.arange(0, WARPS) * 64, 2, 6) + along(tl.arange(0, 2), 3, 6)
+    rows += along(tl.arange(0, 4) * 2, 4, 6)
+    return rows * R + along(tl.arange(0, 4) * (R // 4), 0, 6) + along(tl.arange(0, R // 4), 5, 6)
+
+
+@triton.jit
+def offsets_y(WARPS: tl.constexpr):
+    """Where a row of a block of y has the numbers of its threads: [q, i, warp, one of two tokens, columns]; q is not used."""
+    return along(tl.arange(0, 8) * 8, 1, 5) + along(tl.arange(0, WARPS) * 64, 2, 5) + along(tl.arange(0, 8), 4, 5)
+
+
+@triton.jit
+def scaled_sum(h_at, stride, mine, scale, dtype: tl.constexpr, R: tl.constexpr, CHUNKS: tl.constexpr):
+    """The scaled sum of h over the chunks, in `dtype`, as an operand of the product: [ranks, 8 tokens].
+
+    h_at: [q, token, ranks] of the first chunk; the next one is `stride` numbers behind it. mine: the tokens that are read."""
+    low = tl.load(h_at, mask=mine, other=0.0)
+    for c in tl.static_range(1, CHUNKS):
+        low += tl.load(h_at + c * stride, mask=mine, other=0.0)
+    low = tl.reshape(forwards((low * scale).to(dtype)), [4, 8, R // 16, 2, 2])
+    return tl.reshape(tl.permute(low, (2, 3, 0, 4, 1)), [R, 8])
+
+
+@triton.jit
+def product(b, low, R: tl.constexpr, WARPS: tl.constexpr):
+    """A block of B times `low`, in the order of `offsets_y`."""
+    b = tl.permute(tl.reshape(forwards(b), [4, 8, WARPS, 2, 4, R // 16, 2, 2]), (4, 2, 3, 1, 5, 6, 0, 7))
+    acc = dot(tl.reshape(b, [64 * WARPS, R]), low, tl.zeros([64 * WARPS, 8], tl.float32))
+    acc = tl.permute(tl.reshape(acc, [4, WARPS, 2, 8, 4, 2]), (4, 3, 1, 5, 0, 2))
+    return forwards(tl.reshape(acc, [4, 8, WARPS, 2, 8]))
 
 
 @triton.jit(do_not_specialize=["n_tokens", "y_row_stride"])
@@ -89,41 +125,30 @@ def _expand_direct_kernel(
     STEPS: tl.constexpr, FETCH: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     BLOCK_N: tl.constexpr = 64 * WARPS
-    RANKS: tl.constexpr = R // 4
     first, end, adapter = tile_at(adapters_ptr, tl.program_id(1), n_tokens)
     if tl.minimum(end - first, adapter) > 0:  # one condition, so that the loads do not wait for each other
         part, begin, _ = span_at(tl.program_id(0), N, FIRST, SECOND, BLOCK_N * STEPS)
         index = (adapter - 1).to(tl.int64)
         b_ptr += index * (N * R) + begin * R
-        # b: q, i, warp, h, j, ranks
-        i = tl.arange(0, 8)
-        rows = along(i * 8, 1, 6) + along(tl.arange(0, WARPS) * 64, 2, 6) + along(tl.arange(0, 2), 3, 6)
-        rows += along(tl.arange(0, 4) * 2, 4, 6)
-        b_at = b_ptr + rows * R + along(tl.arange(0, 4) * RANKS, 0, 6) + along(tl.arange(0, RANKS), 5, 6)
+        b_at = b_ptr + offsets_b(R, WARPS)
         for step in tl.static_range(1, FETCH + 1):
             fetch_block(b_ptr + step * (BLOCK_N * R), BLOCK_N * R * 2)
         scale = tl.load(scales_ptr + index * PARTS + part)
         for start in tl.range(first, end, 8, num_stages=1):
-            b = tl.load(b_at)  # q, i, warp, h, j, ranks
-            # y: q, i, warp, one of two tokens, columns
+            b = tl.load(b_at)
             place = start + along(tl.arange(0, 4) * 2, 0, 5) + along(tl.arange(0, 2), 3, 5)
             held = place < end
             tokens = tl.load(adapters_ptr + place, mask=held, other=0).to(tl.int64)
-            y_at = y_ptr + row_start(tokens, y_row_stride, N) + begin
-            y_at += along(i * 8, 1, 5) + along(tl.arange(0, WARPS) * 64, 2, 5) + along(i, 4, 5)
+            y_at = y_ptr + row_start(tokens, y_row_stride, N) + begin + offsets_y(WARPS)
             # h: q, token, ranks
-            place = start + along(i, 1, 3)
+            place = start + along(tl.arange(0, 8), 1, 3)
             mine = place < end
             tokens = tl.load(adapters_ptr + place, mask=mine, other=0).to(tl.int64)
             h_at = h_ptr + tokens * (PARTS * R) + part * R
-            h_at += along(tl.arange(0, 4) * RANKS, 0, 3) + along(tl.arange(0, RANKS), 2, 3)
+            h_at += along(tl.arange(0, 4) * (R // 4), 0, 3) + along(tl.arange(0, R // 4), 2, 3)
             if PDL:
                 wait()
-            low = tl.load(h_at, mask=mine, other=0.0)
-            for c in tl.static_range(1, CHUNKS):
-                low += tl.load(h_at + c * n_tokens.to(tl.int64) * (PARTS * R), mask=mine, other=0.0)
-            low = tl.reshape(forwards((low * scale).to(b.dtype)), [4, 8, R // 16, 2, 2])
-            low = tl.reshape(tl.permute(low, (2, 3, 0, 4, 1)), [R, 8])
+            low = scaled_sum(h_at, n_tokens.to(tl.int64) * (PARTS * R), mine, scale, b.dtype, R, CHUNKS)
             y = tl.load(y_at, mask=held, other=0.0)
             for step in tl.static_range(STEPS):
                 next_b, next_y = b, y
@@ -132,10 +157,7 @@ def _expand_direct_kernel(
                     next_y = tl.load(y_at + (step + 1) * BLOCK_N, mask=held, other=0.0)
                 if step > 0 and step + FETCH < STEPS and FETCH > 0:
                     fetch_block(b_ptr + (step + FETCH) * (BLOCK_N * R), BLOCK_N * R * 2)
-                b = tl.permute(tl.reshape(forwards(b), [4, 8, WARPS, 2, 4, R // 16, 2, 2]), (4, 2, 3, 1, 5, 6, 0, 7))
-                acc = dot(tl.reshape(b, [BLOCK_N, R]), low, tl.zeros([BLOCK_N, 8], tl.float32))
-                acc = tl.permute(tl.reshape(acc, [4, WARPS, 2, 8, 4, 2]), (4, 3, 1, 5, 0, 2))
-                total = y.to(tl.float32) + forwards(tl.reshape(acc, [4, 8, WARPS, 2, 8]))
+                total = y.to(tl.float32) + product(b, low, R, WARPS)
                 tl.store(y_at + step * BLOCK_N, total.to(y.dtype), mask=held)
                 b = next_b
                 y = next_y

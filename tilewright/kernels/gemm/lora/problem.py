@@ -93,7 +93,9 @@ def result(x: Tensor, a: Tensor) -> Tensor:
 
 
 def used(adapters: Tensor) -> Sequence[tuple[int, Tensor]]:
-    """(index in A and B, its tokens) of each adapter that any token has. Waits for the device."""
+    """(index in A and B, its tokens) of each adapter that any token has. Waits for the device. None on meta tensors."""
+    if adapters.is_meta:
+        return []
     tokens, ids = adapters[:2].long().unbind()
     return [(number - 1, tokens[ids == number]) for number in ids.unique().tolist() if number > 0]
 

@@ -12,7 +12,8 @@ It first prefetches these into L2 (FETCH), 16 KB for a rank of 16 and 16-bit num
 all steps of K at once if there are fewer of them than `num_stages`. So hundreds of programs keep megabytes in flight. (When one
 program multiplied 16 tokens by one of their adapters after the other, it waited for memory once for each adapter.) The warps
 share the sum over K: each has its own slice of every step, and the slices are added at the end. With fewer steps in flight, and
-so less shared memory, an SM runs more programs at once. `shrink_direct.py` needs no shared memory.
+so less shared memory, an SM runs more programs at once. `shrink_direct.py` needs no shared memory, and comes first where it
+accepts the problem.
 
 With `chained` (launch/pdl.py) the programs start while the preceding launch still runs, and prefetch A before they wait for it.
 
@@ -204,7 +205,7 @@ lora_shrink_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=_arguments,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, releases=True), DIRECT),
+    impls=(DIRECT, Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, releases=True)),
 )
 
 
