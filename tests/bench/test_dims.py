@@ -52,6 +52,7 @@ PEERLESS = {
     "mla_rope_write",
     "momentum",
     "mx_linear",
+    "pack_tensors",
     "quantize_blocks",
     "quantize_both_ways",
     "quantize_fold",
@@ -69,6 +70,7 @@ PEERLESS = {
     "sgd",
     "silu_mul_quantize",
     "top_logprobs",
+    "unpack_tensors",
 }
 SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D": 16, "C": 6, "O": 10, "X": 9}
 

@@ -5,6 +5,8 @@ memory may be GPU memory instead; the file then contains the handle that opens i
 that of the write that was begun last, and that of the write that was finished last. A reader reads again if the two differ, or
 if they changed while it was reading. Only the given file is opened, and nothing is parsed: both sides derive the layout from
 their models.
+
+The parameters of each dtype are together, in the layout of `ops.pack_tensors`. In GPU memory one launch copies all of them.
 """
 
 import hashlib
@@ -19,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright import ops
 from tilewright.hw.shared import HANDLE_BYTES, CardMemory, Locked
+from tilewright.kernels.optimizer.pack import flat_size, places_of
 from tilewright.models import Model
 
 __all__ = ["SharedWeights", "layout_of", "parameters_of"]
 
 _HEADER = 64
-_ALIGNMENT = 64
 _FAST = Path("/dev/shm")
 
 
@@ -52,13 +55,11 @@ class SharedWeights:
     def __init__(self, model: Model, path: Path | None = None, *, on_card: bool = False) -> None:
         self._parameters = parameters_of(model)
         self._device = self._parameters[0].device
-        starts, end = [], 0
-        for parameter in self._parameters:
-            starts.append(end)
-            end += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.nbytes = end
+        pieces = list(_by_dtype(self._parameters).items())
+        sizes = [flat_size([parameter.numel() for parameter in piece]) * dtype.itemsize for dtype, piece in pieces]
+        self.nbytes = sum(sizes)
         self._owned = path is None
-        size = _HEADER + (HANDLE_BYTES if on_card else end)
+        size = _HEADER + (HANDLE_BYTES if on_card else self.nbytes)
         if path is None:
             with tempfile.NamedTemporaryFile(dir=_folder_for(size), prefix="tilewright-", delete=False) as file:
                 file.truncate(size)
@@ -78,10 +79,7 @@ class SharedWeights:
         except RuntimeError:
             self.close()
             raise
-        self._places = [
-            memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-            for start, parameter in zip(starts, self._parameters)
-        ]
+        self._pieces = [(place.view(dtype), piece) for place, (dtype, piece) in zip(memory.split(sizes), pieces)]
         if self._owned:
             self._layout[:], self._versions[:] = layout, -1
 
@@ -89,7 +87,12 @@ class SharedWeights:
         """Write the model's parameters as this version. Returns the time that this took, and the rate."""
         began = time.perf_counter()
         self._versions[0] = version
-        self._copy(self._places, self._parameters)
+        for flat, parameters in self._pieces:
+            if self._card is not None:
+                ops.pack_tensors(flat, parameters)
+            else:
+                _copy_each(places_of(flat, parameters), parameters)
+        self._settle()
         self._versions[1] = version
         took = time.perf_counter() - began
         locked = {} if self._device.type == "cpu" or self._card else {"push_locked": float(self._locked is not None)}
@@ -105,7 +108,12 @@ class SharedWeights:
         while True:
             before = self.version
             if before == int(self._versions[0]):
-                self._copy(self._parameters, self._places)
+                for flat, parameters in self._pieces:
+                    if self._card is not None:
+                        ops.unpack_tensors(flat, parameters)
+                    else:
+                        _copy_each(parameters, places_of(flat, parameters))
+                self._settle()
                 if before == int(self._versions[0]):
                     return before
             time.sleep(1e-3)
@@ -132,17 +140,23 @@ class SharedWeights:
                 self._locked = Locked(raw, self._device)
         return raw[_HEADER:]
 
-    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        if self._device.type == "cpu":
-            for target, source in zip(targets, sources):
-                target.copy_(source)
-            return
-        if self._card is not None:
-            torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage] (a launch for many)
-        else:
-            for target, source in zip(targets, sources):
-                target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(self._device)
+    def _settle(self) -> None:
+        """Wait for the copies."""
+        if self._device.type != "cpu":
+            torch.cuda.synchronize(self._device)
+
+
+def _by_dtype(parameters: Sequence[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """The parameters of each dtype, in their order."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.dtype, []).append(parameter)
+    return found
+
+
+def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
 
 
 def _folder_for(size: int) -> Path | None:

@@ -1,0 +1,199 @@
+"""Copies of many tensors into flat memory, and back, in one launch for all of them.
+
+    pack:    flat[start_i + j] = tensor_i[j]
+    unpack:  tensor_i[j] = flat[start_i + j]
+
+    tensors: a list of tensors of one dtype with 1, 2, 4 or 8 bytes; flat: [flat_size] of this dtype, in the layout of
+    multi_tensor.py: each tensor starts at a multiple of 4,096 elements. Elements between tensors are neither read nor written.
+
+Limited by memory bandwidth: every byte is read once and written once. With one copy for each tensor of a model, the device
+would be idle between launches, and not full at the end of each.
+
+Not supported: tensors of several dtypes in one call.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hw.roofline import Cost
+from tilewright.kernels.optimizer.multi_tensor import CHUNK, flat_size, starts_of, tables
+from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.tune.space import Config, Space
+
+__all__ = ["flat_size", "pack_tensors", "pack_tensors_op", "places_of", "unpack_tensors", "unpack_tensors_op"]
+
+
+class Problem(NamedTuple):
+    """Everything that a config may depend on."""
+
+    itemsize: int
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# ---- reference
+
+
+def _pack_reference(flat: Tensor, tensors: list[Tensor]) -> None:
+    for place, tensor in zip(places_of(flat, tensors), tensors, strict=True):
+        place.copy_(tensor)
+
+
+def _unpack_reference(flat: Tensor, tensors: list[Tensor]) -> None:
+    for place, tensor in zip(places_of(flat, tensors), tensors, strict=True):
+        tensor.copy_(place)
+
+
+def places_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The place of each tensor in flat memory, in its shape."""
+    starts = starts_of([tensor.numel() for tensor in tensors])
+    return [flat[start : start + tensor.numel()].view(tensor.shape) for (start, _), tensor in zip(pairwise(starts), tensors)]
+
+
+def _cost(flat: Tensor, tensors: list[Tensor]) -> Cost:
+    return Cost(flops=0, bytes=2 * sum(tensor.nbytes for tensor in tensors))
+
+
+# ---- space and examples
+
+SPACE = Space(
+    default=lambda device, problem: {"BLOCK": 4096 if problem.itemsize <= 2 else 2048, "num_warps": 8},
+    axes={"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)},
+)
+
+
+@Example.of
+def _example(inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    low, high = (-(1 << 7), 1 << 7) if dtype == torch.int8 else (-(1 << 15), 1 << 15)
+    flat = inputs.randint(low, high, flat_size([torch.Size(shape).numel() for shape in shapes]), dtype=dtype)
+    return flat, [inputs.randint(low, high, *shape, dtype=dtype) for shape in shapes]
+
+
+_EXAMPLES = (
+    _example("several", ((3, 50), (1,), (4097,), (64, 64)), torch.int16),
+    _example("bytes", ((33,), (2, 100), (5, 1000)), torch.int8),
+    _example("wide", ((5, 1000), (7,)), torch.int32),
+    _example("widest", ((5, 1000), (7,)), torch.int64),
+    _example("empty among them", ((0,), (100,), (0, 3)), torch.int16),
+)
+
+
+def _make(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, list[Tensor]]:
+    """M tensors [N, N]."""
+    return inputs.randn(flat_size([N * N] * M), dtype=dtype), [inputs.randn(N, N, dtype=dtype) for _ in range(M)]
+
+
+# ---- kernel
+
+
+@triton.jit
+def _pack_kernel(
+    flat_ptr, owners_ptr, spans_ptr, addresses_ptr, UNPACK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    owner = tl.load(owners_ptr + start // CHUNK)
+    first = tl.multiple_of(tl.load(spans_ptr + 2 * owner), CHUNK)
+    size = tl.load(spans_ptr + 2 * owner + 1)
+    address = tl.load(addresses_ptr + owner)
+    local = tl.multiple_of(start - first, BLOCK)
+    at = tl.arange(0, BLOCK)
+    own = tl.multiple_of(address.to(tl.pointer_type(flat_ptr.dtype.element_ty)), 16) + local + at
+    there = flat_ptr + start + at
+    if UNPACK:
+        source, target = there, own
+    else:
+        source, target = own, there
+    # Blocks start at multiples of BLOCK, so only the last block of a tensor needs the mask.
+    if local + BLOCK <= size:
+        tl.store(target, tl.load(source))
+    else:
+        tl.store(target, tl.load(source, mask=local + at < size, other=0), mask=local + at < size)
+
+
+def _launch(config: Config, flat: Tensor, tensors: list[Tensor], unpack: bool) -> None:
+    if flat.numel():
+        table = tables(tensors, flat.device)
+        _pack_kernel[(flat.numel() // config["BLOCK"],)](flat, *table[:3], UNPACK=unpack, CHUNK=CHUNK, **config)
+
+
+def _pack(config: Config, flat: Tensor, tensors: list[Tensor]) -> None:
+    _launch(config, flat, tensors, False)
+
+
+def _unpack(config: Config, flat: Tensor, tensors: list[Tensor]) -> None:
+    _launch(config, flat, tensors, True)
+
+
+pack_tensors_op = Op(
+    name="pack_tensors",
+    reference=_pack_reference,
+    problem=lambda flat, tensors: Problem(flat.dtype.itemsize),
+    cost=_cost,
+    examples=_EXAMPLES,
+    make=_make,
+    mutates=("flat",),
+    impls=(Impl(name="triton", launch=_pack, space=SPACE, batch_invariant=True),),
+)
+
+unpack_tensors_op = Op(
+    name="unpack_tensors",
+    reference=_unpack_reference,
+    problem=lambda flat, tensors: Problem(flat.dtype.itemsize),
+    cost=_cost,
+    examples=_EXAMPLES,
+    make=_make,
+    mutates=("tensors",),
+    impls=(Impl(name="triton", launch=_unpack, space=SPACE, batch_invariant=True),),
+)
+
+
+# ---- public functions
+
+
+def pack_tensors(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy tensors into flat memory, each to a multiple of 4,096 elements, in their order.
+
+    Args:
+        flat: [flat_size([numel of each tensor])], contiguous.
+        tensors: of flat's dtype, on its device. Those with gaps, or that do not start at a multiple of 16 bytes, make the call
+            slower: all are then copied one by one.
+
+    Raises:
+        ValueError: the dtypes, devices or the size of flat do not fit.
+    """
+    if _check("pack_tensors", flat, tensors):
+        pack_tensors_op(_bits(flat), [_bits(tensor) for tensor in tensors])
+    else:
+        _pack_reference(flat, list(tensors))
+
+
+def unpack_tensors(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy flat memory into tensors; the inverse of `pack_tensors`, with the same arguments and errors."""
+    if _check("unpack_tensors", flat, tensors):
+        unpack_tensors_op(_bits(flat), [_bits(tensor) for tensor in tensors])
+    else:
+        _unpack_reference(flat, list(tensors))
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The same memory as integers, in one dimension."""
+    return x.detach().view(-1).view(_BITS[x.dtype.itemsize])
+
+
+def _check(op: str, flat: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether one launch can copy the tensors."""
+    for i, tensor in enumerate(tensors):
+        if tensor.dtype != flat.dtype or tensor.device != flat.device:
+            got = f"{tensor.dtype} on {tensor.device}, flat {flat.dtype} on {flat.device}"
+            raise ValueError(f"{op}: all tensors must have the dtype and device of flat; tensor {i} is {got}")
+    size = flat_size([tensor.numel() for tensor in tensors])
+    if flat.shape != (size,) or not flat.is_contiguous() or flat.dtype.itemsize not in _BITS:
+        got = f"{list(flat.shape)} {flat.dtype}"
+        raise ValueError(f"{op}: flat must be contiguous [{size}] of 1, 2, 4 or 8 bytes for these tensors, got {got}")
+    return all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in (flat, *tensors))
