@@ -221,9 +221,9 @@ class Computing:
         """Wait until a batch has ended on the device. If the model raised, compute each of its requests alone."""
         if batch.failure is None:
             try:
-                if batch.room is None and batch.outputs is not None:
-                    batch.outputs = [x.cpu() for x in batch.outputs]
                 self._loaded.wait()
+                if batch.room is None and batch.outputs is not None:  # the first ones of these shapes
+                    batch.outputs = [x.cpu() for x in batch.outputs]
             except Exception as error:  # noqa: BLE001 (an error of the user's model may come this late)
                 batch.failure = error
         if batch.failure is not None:
