@@ -4,12 +4,16 @@ import random
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
-from tests.host.late import LOST, Gpu, Late, Process
+from tests.host.late import LOST, SIGNATURE, WIDTH, Gpu, Late, Process
+from tilewright.fuse import optimize
+from tilewright.host.exported import Exported
+from tilewright.host.loaded import Loaded, _Renamed
 
 BEHIND = ["begin 1", "end 1", "begin 2", "answer", "end 2", "answer"]
 """What happens if the second batch is there when the first one ends."""
@@ -189,6 +193,29 @@ def test_a_device_that_is_lost_before_the_inputs_of_a_nan_are_checked(process: M
     one.gpu.finish()
     assert one.answer() == (None, {"0": "the device is lost", "1": "the device is lost"})
     assert one.ended()
+    assert one.log.count("answer") == 1, "the requests of the other batch may be tried again"
+
+
+def test_which_calls_only_replay_a_graph() -> None:
+    """Those of shapes for which there is one, after they were padded; a CPU has none."""
+    net = optimize(nn.Linear(WIDTH, WIDTH), torch.ones(4, WIDTH), "fp32", report=False, measure=False, compiled=False)
+    loaded = Loaded(net, SIGNATURE, torch.device("cpu"), (4,))
+    loaded.call([torch.ones(4, WIDTH)])
+    assert not loaded.replays([torch.ones(4, WIDTH)])
+    captured, graph = net.made[0].captured, cast(Any, object())
+    assert captured is not None
+    captured.graph = graph
+    renamed = loaded._replace(module=_Renamed(net, ("output",)))
+    for one in (loaded, renamed):
+        assert [one.replays([torch.ones(rows, WIDTH)]) for rows in (1, 4, 5)] == [True, True, False]
+        assert not one.replays([torch.ones(4, WIDTH, dtype=torch.float64)])
+    assert not loaded._replace(module=net.model).replays([torch.ones(4, WIDTH)])
+    exported = Exported({4: captured})
+    assert [loaded._replace(module=exported).replays([torch.ones(rows, WIDTH)]) for rows in (2, 4, 5)] == [True, True, False]
+    whole = loaded._replace(module=Exported({None: captured}), signature=SIGNATURE._replace(batched=False))
+    assert whole.replays([torch.ones(4, WIDTH)])
+    captured.graph = None
+    assert not whole.replays([torch.ones(4, WIDTH)])
 
 
 @pytest.mark.parametrize("at_once", [True, False])
