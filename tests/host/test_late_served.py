@@ -28,7 +28,7 @@ Served = tuple[Device, str, list[Any]]
 @pytest.fixture(params=["stand-in", pytest.param("cuda", marks=GPU)])
 def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     stand_in = StandIn() if request.param == "stand-in" else None
-    begun, unlocks = list[Any](), list[Callable[[], object]]()
+    begun, locks = list[Any](), list[tuple[Any, Callable[[], object]]]()
     begin, lock = worker._begun_at_once, computing.page_locked
 
     def counted(*args: Any) -> Any:
@@ -37,8 +37,8 @@ def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         return found
 
     def locked(memory: Any) -> Callable[[], object]:
-        unlocks.append(lock(memory))
-        return unlocks[-1]
+        locks.append((memory, lock(memory)))  # it must not be unmapped before it is unlocked
+        return locks[-1][1]
 
     if stand_in is not None:
         monkeypatch.setattr(worker, "_copies", lambda _: stand_in)
@@ -48,7 +48,7 @@ def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(worker.os, "dup2", lambda *_: None)  # this process keeps its output
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Device(stand_in, Path(folder), in_thread=True), "replayed" if stand_in is None else "overflows", begun
-    for unlock in unlocks:
+    for _, unlock in locks:
         unlock()
 
 
