@@ -39,7 +39,8 @@ UNSAFE = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "mars
 # A handler for every exception hides bugs unless it raises again. Where one may swallow: file -> why.
 MAY_SWALLOW = {
     "tilewright/tune/measure.py": "a candidate that fails in whatever way is a result of the search",
-    "tilewright/host/worker.py": "whatever a user's model raises costs its request, and is said",
+    "tilewright/host/computing.py": "whatever a user's model raises costs its request, and is said",
+    "tilewright/host/worker.py": "whatever a user's model raises while it loads is said, and ends its process",
     "tilewright/rl/environments/worker.py": "whatever a user's reward raises costs its sample, and is counted",
 }
 

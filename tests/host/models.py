@@ -6,6 +6,8 @@ import time
 import torch
 from torch import Tensor, nn
 
+from tilewright.fuse import optimize
+
 
 class Marked(nn.Module):
     """tanh(x) * weight; a row that begins with -1 raises, -2 ends the process, -3 hangs, -4 becomes NaN."""
@@ -56,6 +58,13 @@ class Wide(nn.Module):
         return 2 * x
 
 
+class Overflows(nn.Module):
+    """Rows of 256 kB, doubled; NaN if a square overflows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x + 0 * (x * x)
+
+
 class Writes(nn.Module):
     """Rows of 256 kB, doubled in place, after which -2 in a row raises."""
 
@@ -77,6 +86,28 @@ class Slow(nn.Module):
         return 2 * x
 
 
+class Turned(nn.Module):
+    """The first 8,192 numbers of rows, multiplied by the identity very often and doubled: exact, and slow for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Linear(8192, 8192, bias=False)
+        with torch.no_grad():
+            self.same.weight.copy_(torch.eye(8192))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :8192]
+        for _ in range(200):
+            x = self.same(x)
+        return 2 * x
+
+
+def replayed() -> tuple[nn.Module, Tensor]:
+    """A model for a GPU that is always a CUDA graph, for eight rows."""
+    x = torch.full((8, 1 << 16), 0.5, device="cuda")
+    return optimize(Turned().cuda(), x, "fp16", report=False, measure=False, search=0), x
+
+
 def writes() -> tuple[nn.Module, Tensor]:
     return Writes(), torch.full((1, 1 << 16), 0.5)
 
@@ -87,6 +118,10 @@ def slow() -> tuple[nn.Module, Tensor]:
 
 def wide() -> tuple[nn.Module, Tensor]:
     return Wide(), torch.randn(1, 1 << 16)
+
+
+def overflows() -> tuple[nn.Module, Tensor]:
+    return Overflows(), torch.full((1, 1 << 16), 0.5)
 
 
 def reshapes() -> tuple[nn.Module, Tensor]:

@@ -57,18 +57,18 @@ class InThread:
 
 
 class Device:
-    """A GPU or its stand-in, and where clients have their memory."""
+    """A GPU or its stand-in, and where clients have their memory. `in_thread`: the model's process is a thread of this one."""
 
-    def __init__(self, stand_in: StandIn | None, folder: Path):
-        self.stand_in, self.folder = stand_in, folder
+    def __init__(self, stand_in: StandIn | None, folder: Path, *, in_thread: bool):
+        self.stand_in, self.folder, self.in_thread = stand_in, folder, in_thread
 
     def __call__(self, test: Callable[[Host, Regions], Awaitable[None]], model: str = "wide", **config: Any) -> None:
         """Run a test of a model."""
 
         async def run() -> None:
-            nursery: Any = None if self.stand_in is None else InThread()
+            nursery: Any = InThread() if self.in_thread else None
             start = None if nursery is None else functools.partial(Instance.start, nursery)
-            options = {"threads": 1, "max_batch": 8, "device": "cuda" if nursery is None else "cpu", **config}
+            options = {"threads": 1, "max_batch": 8, "device": "cuda" if self.stand_in is None else "cpu", **config}
             source = Source(ModelConfig(source=f"{models.__name__}:{model}", **options), None)
             host, regions = Host(sources={"m": source}, start=start), Regions(self.folder)
             await host.load("m")
@@ -91,7 +91,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(worker, "_copies", lambda _: stand_in)
         monkeypatch.setattr(worker.os, "dup2", lambda *_: None)  # this process keeps its output
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Device(stand_in, Path(folder))
+        yield Device(stand_in, Path(folder), in_thread=stand_in is not None)
 
 
 def write(device: Device, name: str, *values: float) -> None:

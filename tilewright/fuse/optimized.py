@@ -108,6 +108,14 @@ class Optimized(nn.Module):
         shape.count()
         return self.as_given(*args, **kwargs) if captured is None else captured(tensors)
 
+    def replays(self, kinds: Sequence[tuple[Sequence[int], torch.dtype]]) -> bool:
+        """Whether a call with tensors of these shapes and dtypes, and nothing else, replays a CUDA graph.
+
+        Such a call does not run the original model, and does not wait for the GPU if the tensors are there.
+        """
+        _, captured = self._known.get(tuple(kinds), (None, None))
+        return captured is not None and captured.graph is not None
+
     def as_given(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original float model, without gradients."""
         tensors, structure = flatten((args, kwargs))

@@ -120,6 +120,7 @@ class Fetched:
     def _follow(self) -> None:
         for event in self._events:
             self._copies.follow(event)
+        self._events = ()
 
 
 def _between(inputs: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

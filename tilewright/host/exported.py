@@ -12,7 +12,7 @@ folder can cause errors in loading or calling, but cannot run code.
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,11 @@ class Exported:
         if rows not in self.graphs:
             raise ValueError(f"the model was exported for {', '.join(map(str, self.graphs))} rows, and got {rows}")
         return self.graphs[rows](inputs)
+
+    def replays(self, kinds: Sequence[tuple[Sequence[int], torch.dtype]]) -> bool:
+        """Whether a call with tensors of these shapes and dtypes replays a CUDA graph."""
+        captured = self.graphs.get(None if None in self.graphs else kinds[0][0][0])
+        return captured is not None and captured.graph is not None
 
     @property
     def rows(self) -> tuple[int, ...]:

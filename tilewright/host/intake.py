@@ -107,7 +107,7 @@ def packets(arena: int, words: bytes, reads: Reads) -> list[bytes]:
 
 
 class Intake:
-    """The batches of a process, in their order, each with its inputs read; it ends when the server closes the channel.
+    """The batches of a process, in the order in which the server sent them, each with its inputs read.
 
     Args:
         channel: to the server.
@@ -131,38 +131,44 @@ class Intake:
         """By number; None: there was no room for another open file."""
         self._shared = threading.Condition()
         """Notified when a region is there."""
+        self._batches = self._arriving(channel)
+        self._arrived = SimpleQueue[Arrived | None]()
+        """What came over the second channel; None: it is closed."""
+        self._wake, self._poll = os.eventfd(0, os.EFD_SEMAPHORE), select.poll()
+        """Counts what is in the queue; waits for it and for the first channel."""
+        self._over = False
         _allow_files()
+        if ahead is not None:
+            for source in (channel.fileno(), self._wake):
+                self._poll.register(source, select.POLLIN)
+            threading.Thread(target=self._receive, args=(ahead,), name="tilewright-intake", daemon=True).start()
 
-    def __iter__(self) -> Iterator[Arrived]:
-        direct = self._arriving(self._channel)
+    def next(self, *, wait: bool = True) -> Arrived | None:
+        """The next batch. None: the server has closed a channel; without `wait`, also: none has been read yet."""
+        if self._over or (self._ahead is None and not wait):  # with one arena, no batch comes before the last one is answered
+            return None
         if self._ahead is None:
-            yield from direct
-            return
-        arrived, wake = SimpleQueue[Arrived | None](), os.eventfd(0, os.EFD_SEMAPHORE)
-        threading.Thread(target=self._receive, args=(self._ahead, arrived, wake), name="tilewright-intake", daemon=True).start()
-        poll = select.poll()
-        for source in (self._channel.fileno(), wake):
-            poll.register(source, select.POLLIN)
-        while True:
-            ready = [source for source, _ in poll.poll()]
-            if self._channel.fileno() in ready:  # older than what was sent ahead, because it is not sent behind a batch
-                batch = next(direct, None)
-            else:
-                os.eventfd_read(wake)
-                batch = arrived.get()
-            if batch is None:
-                return
-            yield batch
+            return next(self._batches, None)
+        ready = [source for source, _ in self._poll.poll(None if wait else 0)]
+        if not ready:
+            return None
+        if self._channel.fileno() in ready:  # older than what was sent ahead, because it is not sent behind a batch
+            batch = next(self._batches, None)
+        else:
+            os.eventfd_read(self._wake)
+            batch = self._arrived.get()
+        self._over = batch is None
+        return batch
 
-    def _receive(self, ahead: socket.socket, arrived: "SimpleQueue[Arrived | None]", wake: int) -> None:
+    def _receive(self, ahead: socket.socket) -> None:
         """Receive batches over the second channel."""
         try:
             for batch in self._arriving(ahead):
-                arrived.put(batch)
-                os.eventfd_write(wake, 1)
+                self._arrived.put(batch)
+                os.eventfd_write(self._wake, 1)
         finally:
-            arrived.put(None)
-            os.eventfd_write(wake, 1)
+            self._arrived.put(None)
+            os.eventfd_write(self._wake, 1)
 
     def _arriving(self, channel: socket.socket) -> Iterator[Arrived]:
         buffer = bytearray(MAX_PACKET)  # read into: as `recv` it would be mapped and unmapped for each packet

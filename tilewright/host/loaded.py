@@ -50,11 +50,41 @@ class Loaded(NamedTuple):
         """Inputs on the model's device. From locked memory they are copied asynchronously."""
         return [x.to(self.device, non_blocking=True) for x in inputs]
 
-    def call(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Outputs in the signature's order, on the host."""
+    def begin(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Call the model: outputs in the signature's order, where it makes them. A GPU may still have to compute them.
+
+        They are valid until the next call begins.
+        """
         with torch.no_grad():
             found = _named(self.module(*self.moved(inputs)))
-        return [found[spec.name].detach().cpu() for spec in self.signature.outputs]
+        return [found[spec.name].detach() for spec in self.signature.outputs]
+
+    def call(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Outputs in the signature's order, on the host."""
+        return [x.cpu() for x in self.begin(inputs)]
+
+    def bring(self, outputs: list[Tensor], places: list[Tensor]) -> None:
+        """Copy outputs into tensors on the host, which are complete after `wait`. Into locked memory a GPU copies by itself."""
+        alone = self.copies_inputs  # a user's module may have outputs on several devices; `wait` waits for one of them
+        for place, x in zip(places, outputs, strict=True):
+            place.copy_(x, non_blocking=alone)
+
+    def wait(self) -> None:
+        """Wait until a GPU has done what the current thread has begun."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def replays(self, inputs: list[Tensor]) -> bool:
+        """Whether `begin`, with such inputs after they were padded, only replays a CUDA graph.
+
+        It then does not wait for the GPU, and runs no code of the user's.
+        """
+        given = self._given
+        if not isinstance(given, Optimized | Exported):
+            return False
+        if not self.signature.batched:
+            return given.replays([(x.shape, x.dtype) for x in inputs])
+        return given.replays([((self.padded(len(x)), *x.shape[1:]), x.dtype) for x in inputs])
 
     @property
     def _given(self) -> Any:
