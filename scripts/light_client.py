@@ -63,23 +63,22 @@ def begin(clients: "Sequence[subprocess.Popen[str]]") -> None:
 
 
 class Line:
-    """A connection with its request, and what it has to be answered.
+    """A connection, its request, and the outputs that are expected.
 
     Args:
         url: of the server.
         model: the model that is asked.
         asked: its inputs and outputs.
         slot: the memory of the inputs, with the outputs behind them, and the body of the request.
-        expected: the bytes of the outputs.
+        expected: the bytes of these outputs.
     """
 
     def __init__(self, url: str, model: str, asked: Asked, slot: Slot, expected: bytes):
         address = urlsplit(url)
         assert address.hostname is not None
         assert address.port is not None
-        self.socket = socket.create_connection((address.hostname, address.port))
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket.settimeout(PATIENCE_S)
+        self.address = address.hostname, address.port
+        self.socket = socket.socket()
         head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-length: {len(slot.body)}\r\n\r\n"
         self.request = head.encode() + slot.body
         self.sent_s = 0.0
@@ -90,6 +89,12 @@ class Line:
         assert slot.memory.buf is not None
         begin = sum(one.size or 0 for one in asked.inputs)
         self._outputs, self._expected, self._tensors = slot.memory.buf[begin : begin + len(expected)], expected, asked.outputs
+
+    def connect(self) -> None:
+        """Connect. Not before the first request, because the server closes connections over which none comes."""
+        self.socket.settimeout(PATIENCE_S)
+        self.socket.connect(self.address)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def rest(self, data: bytes) -> bytes:
         """A whole answer, whose first bytes are given. Raises OSError or ValueError."""
@@ -112,8 +117,8 @@ class Line:
         found, at = bytes(self._outputs), 0
         self._outputs[:] = bytes(len(found))
         for one in self._tensors:
-            kind, size = np.dtype(DATATYPES[one.datatype].numpy), one.size or 0
-            got, want = (np.frombuffer(data[at : at + size], kind).astype(np.float64) for data in (found, self._expected))
+            size = one.size or 0
+            got, want = (numbers(one, data[at : at + size]) for data in (found, self._expected))
             if not np.abs(got - want).max() <= TOLERANCE.get(one.datatype, 0.001) * np.abs(want).max():
                 return f"output {one.name!r} is not that of the same inputs in the body of a request"
             at += size
@@ -125,12 +130,17 @@ class Line:
         self.socket.close()
 
 
+def numbers(one: Tensor, data: bytes) -> np.ndarray:
+    """A tensor's numbers."""
+    return np.frombuffer(data, str(DATATYPES[one.datatype].numpy)).astype(np.float64)
+
+
 # ---- before
 
 
 def drawn(one: Tensor, draw: np.random.Generator) -> bytes:
     """Random numbers from 0 to a limit, which is drawn, too: so outputs of different inputs differ."""
-    kind = np.dtype(DATATYPES[one.datatype].numpy)
+    kind = np.dtype(str(DATATYPES[one.datatype].numpy))
     most = 1.0 if kind.kind == "f" else min(255, np.iinfo(kind).max) if kind.kind in "iu" else 2.0
     values = draw.random(prod(one.shape), dtype=np.float32) * np.float32(most * draw.uniform(0.1, 1.0))
     return values.astype(kind).tobytes()
@@ -178,6 +188,8 @@ def driven(lines: Sequence[Line], seconds: float, warm_up_s: float) -> tuple[lis
     """
     poll, clock, latencies, problems = select.epoll(), time.monotonic, list[float](), Counter[str]()
     by_file = {line.socket.fileno(): line for line in lines}
+    for line in lines:
+        line.connect()
     begin_s = clock() + warm_up_s
     end_s = begin_s + seconds - warm_up_s
     for file, line in by_file.items():
