@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Seconds", "descendants", "fields", "rows_and_batches", "served", "share_of", "shared_bytes", "watched"]
+__all__ = ["WARM_UP_S", "Seconds", "descendants", "fields", "rows_and_batches", "served", "share_of", "shared_bytes", "watched"]
 
 PROC = Path("/proc")
 ROLES = {"tilewright.server.v2.front\0": "fronts", "tilewright.host.nursery\0": "model"}
 """Part of a command line -> what such a process does; the server itself is neither."""
 LOOK_S = 0.1
 WARM_UP_S = 1.0
+"""Seconds after the first answer that are not measured."""
 
 Seconds = Mapping[str, Mapping[int, float]]
 """What processes do -> process number -> seconds of processor time, user and system."""

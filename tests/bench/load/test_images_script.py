@@ -22,16 +22,35 @@ WORDS = ("--device", "cpu", "--model", "small_net:build", "--size", "16", "--siz
 
 @pytest.mark.long
 def test_the_server_alone_with_fronts(tmp_path: Path) -> None:
-    words = ["--device", "cpu", "--model", "first", "--size", "16", "--sizes", "8", "--cases", "1:8:2,2:4:1:bytes"]
-    words += ["--fronts", "1", "--seconds", "4", "--total", "200", "--offline-seconds", "0", "--out", str(tmp_path)]
+    words = ["--device", "cpu", "--model", "first", "--size", "16", "--sizes", "8", "--cases", "1:8:2,2:4:1:bytes,1:8:2:light"]
+    words += [
+        "--fronts",
+        "1",
+        "--sleep-ms",
+        "2",
+        "--seconds",
+        "4",
+        "--total",
+        "200",
+        "--offline-seconds",
+        "0",
+        "--out",
+        str(tmp_path),
+    ]
     command = [sys.executable, str(ROOT / "scripts" / "measure_images.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr + (tmp_path / "server.log").read_text()
     found = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     served = [one for one in found if one["what"] == "served"]
-    assert [(one["rows"], one["tensors"]) for one in served] == [(1, "shared memory"), (2, "binary")], found
+    assert [(one["rows"], one["tensors"], one["client"]) for one in served] == [
+        (1, "shared memory", "tilewright load"),
+        (2, "binary", "tilewright load"),
+        (1, "shared memory", "light"),
+    ], found
     for one in served:
         assert {"server", "fronts", "model", "clients"} <= set(one["middle"]["cpu"])
+        assert 0 < one["rows_per_s"] <= 8 / 0.002
+        assert one["p99_ms"] >= one["p50_ms"] >= 2
         assert not one["failed"]
 
 
