@@ -59,7 +59,7 @@ from tilewright.kernels.norm.rms_norm import add_rms_norm_op, rms_norm_op
 from tilewright.kernels.optimizer.adamw import adamw_op
 from tilewright.kernels.optimizer.adamw_8bit import adamw_8bit_op
 from tilewright.kernels.optimizer.grad_norm import clip_scale_op, grad_squares_op
-from tilewright.kernels.optimizer.pack import pack_tensors, pack_tensors_op, unpack_tensors, unpack_tensors_op
+from tilewright.kernels.optimizer.pack import pack_tensors_op, unpack_tensors_op
 from tilewright.kernels.optimizer.sgd import momentum_op, sgd_op
 from tilewright.kernels.quantize.both_ways import quantize_both_ways, quantize_both_ways_op
 from tilewright.kernels.quantize.fused import (
@@ -200,7 +200,6 @@ __all__ = [
     "mla_attention",
     "mla_rope_write",
     "mx_linear",
-    "pack_tensors",
     "paged_attention",
     "permute",
     "permute_tokens",
@@ -227,7 +226,6 @@ __all__ = [
     "token_logprobs",
     "top_logprobs",
     "transpose",
-    "unpack_tensors",
     "upsample",
 ]
 

@@ -6,7 +6,7 @@ that of the write that was begun last, and that of the write that was finished l
 if they changed while it was reading. Only the given file is opened, and nothing is parsed: both sides derive the layout from
 their models.
 
-The parameters of each dtype are together, in the layout of `ops.pack_tensors`. In GPU memory one launch copies all of them.
+The parameters of each dtype are together, in the layout of kernels/optimizer/pack.py. In GPU memory one launch copies them all.
 """
 
 import hashlib
@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright import ops
 from tilewright.hw.shared import HANDLE_BYTES, CardMemory, Locked
-from tilewright.kernels.optimizer.pack import flat_size, places_of
+from tilewright.kernels.optimizer.pack import Packing, flat_size
 from tilewright.models import Model
 
 __all__ = ["SharedWeights", "layout_of", "parameters_of"]
@@ -79,7 +78,7 @@ class SharedWeights:
         except RuntimeError:
             self.close()
             raise
-        self._pieces = [(place.view(dtype), piece) for place, (dtype, piece) in zip(memory.split(sizes), pieces)]
+        self._packings = [Packing(flat.view(dtype), piece) for flat, (dtype, piece) in zip(memory.split(sizes), pieces)]
         if self._owned:
             self._layout[:], self._versions[:] = layout, -1
 
@@ -87,11 +86,8 @@ class SharedWeights:
         """Write the model's parameters as this version. Returns the time that this took, and the rate."""
         began = time.perf_counter()
         self._versions[0] = version
-        for flat, parameters in self._pieces:
-            if self._card is not None:
-                ops.pack_tensors(flat, parameters)
-            else:
-                _copy_each(places_of(flat, parameters), parameters)
+        for packing in self._packings:
+            packing.pack()
         self._settle()
         self._versions[1] = version
         took = time.perf_counter() - began
@@ -108,11 +104,8 @@ class SharedWeights:
         while True:
             before = self.version
             if before == int(self._versions[0]):
-                for flat, parameters in self._pieces:
-                    if self._card is not None:
-                        ops.unpack_tensors(flat, parameters)
-                    else:
-                        _copy_each(parameters, places_of(flat, parameters))
+                for packing in self._packings:
+                    packing.unpack()
                 self._settle()
                 if before == int(self._versions[0]):
                     return before
@@ -152,11 +145,6 @@ def _by_dtype(parameters: Sequence[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     for parameter in parameters:
         found.setdefault(parameter.dtype, []).append(parameter)
     return found
-
-
-def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=True)
 
 
 def _folder_for(size: int) -> Path | None:

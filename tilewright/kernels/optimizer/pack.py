@@ -13,6 +13,7 @@ Not supported: tensors of several dtypes in one call.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,11 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.optimizer.multi_tensor import CHUNK, flat_size, starts_of, tables
+from tilewright.kernels.launch.replay import launch
+from tilewright.kernels.optimizer.multi_tensor import CHUNK, Tables, flat_size, starts_of, tables
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["flat_size", "pack_tensors", "pack_tensors_op", "places_of", "unpack_tensors", "unpack_tensors_op"]
+__all__ = ["Packing", "flat_size", "pack_tensors_op", "places_of", "unpack_tensors_op"]
 
 
 class Problem(NamedTuple):
@@ -116,18 +118,18 @@ def _pack_kernel(
         tl.store(target, tl.load(source, mask=local + at < size, other=0), mask=local + at < size)
 
 
-def _launch(config: Config, flat: Tensor, tensors: list[Tensor], unpack: bool) -> None:
+def _launch(config: Config, flat: Tensor, table: Tables, unpack: bool) -> None:
     if flat.numel():
-        table = tables(tensors, flat.device)
-        _pack_kernel[(flat.numel() // config["BLOCK"],)](flat, *table[:3], UNPACK=unpack, CHUNK=CHUNK, **config)
+        grid = (flat.numel() // config["BLOCK"],)
+        launch(_pack_kernel, grid, (flat, *table[:3]), (), {"UNPACK": unpack, "CHUNK": CHUNK, **config})
 
 
 def _pack(config: Config, flat: Tensor, tensors: list[Tensor]) -> None:
-    _launch(config, flat, tensors, False)
+    _launch(config, flat, tables(tensors, flat.device), False)
 
 
 def _unpack(config: Config, flat: Tensor, tensors: list[Tensor]) -> None:
-    _launch(config, flat, tensors, True)
+    _launch(config, flat, tables(tensors, flat.device), True)
 
 
 pack_tensors_op = Op(
@@ -153,32 +155,46 @@ unpack_tensors_op = Op(
 )
 
 
-# ---- public functions
+# ---- many calls
 
 
-def pack_tensors(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy tensors into flat memory, each to a multiple of 4,096 elements, in their order.
+class Packing:
+    """Copies between flat memory and tensors that stay where they are. Everything but the launch is done once.
 
     Args:
         flat: [flat_size([numel of each tensor])], contiguous.
-        tensors: of flat's dtype, on its device. Those with gaps, or that do not start at a multiple of 16 bytes, make the call
-            slower: all are then copied one by one.
+        tensors: of flat's dtype. They are copied one by one, which is slower, if they are on another device than flat, have
+            gaps, or do not start at multiples of 16 bytes.
+
+    Copies are not waited for, neither on a GPU nor between one and locked memory of the host.
 
     Raises:
-        ValueError: the dtypes, devices or the size of flat do not fit.
+        ValueError: the dtypes or the size of flat do not fit.
     """
-    if _check("pack_tensors", flat, tensors):
-        pack_tensors_op(_bits(flat), [_bits(tensor) for tensor in tensors])
-    else:
-        _pack_reference(flat, list(tensors))
 
+    def __init__(self, flat: Tensor, tensors: Sequence[Tensor]):
+        self._places, self._tensors = _places(flat, tensors), list(tensors)
+        whole = all(x.is_contiguous() and x.data_ptr() % 16 == 0 and x.device == flat.device for x in (flat, *tensors))
+        self._flat = _bits(flat)
+        bits = [_bits(tensor) for tensor in tensors] if whole else []
+        self._choice = pack_tensors_op.choice_for(self._flat, bits)
+        self._table = tables(bits, flat.device) if bits and self._choice.impl.name != "reference" else None
 
-def unpack_tensors(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy flat memory into tensors; the inverse of `pack_tensors`, with the same arguments and errors."""
-    if _check("unpack_tensors", flat, tensors):
-        unpack_tensors_op(_bits(flat), [_bits(tensor) for tensor in tensors])
-    else:
-        _unpack_reference(flat, list(tensors))
+    def pack(self) -> None:
+        """Copy the tensors into flat memory."""
+        self._copy(self._places, self._tensors, False)
+
+    def unpack(self) -> None:
+        """Copy flat memory into the tensors."""
+        self._copy(self._tensors, self._places, True)
+
+    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], unpack: bool) -> None:
+        if self._table is not None:
+            with torch.cuda.device(self._flat.device) if self._flat.is_cuda else nullcontext():
+                _launch(self._choice.config, self._flat, self._table, unpack)
+        else:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -186,14 +202,13 @@ def _bits(x: Tensor) -> Tensor:
     return x.detach().view(-1).view(_BITS[x.dtype.itemsize])
 
 
-def _check(op: str, flat: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Whether one launch can copy the tensors."""
+def _places(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The place of each tensor in flat memory, in its shape. Raises ValueError if they do not fit."""
     for i, tensor in enumerate(tensors):
-        if tensor.dtype != flat.dtype or tensor.device != flat.device:
-            got = f"{tensor.dtype} on {tensor.device}, flat {flat.dtype} on {flat.device}"
-            raise ValueError(f"{op}: all tensors must have the dtype and device of flat; tensor {i} is {got}")
+        if tensor.dtype != flat.dtype:
+            raise ValueError(f"all tensors must have flat's dtype, {flat.dtype}; tensor {i} is {tensor.dtype}")
     size = flat_size([tensor.numel() for tensor in tensors])
     if flat.shape != (size,) or not flat.is_contiguous() or flat.dtype.itemsize not in _BITS:
         got = f"{list(flat.shape)} {flat.dtype}"
-        raise ValueError(f"{op}: flat must be contiguous [{size}] of 1, 2, 4 or 8 bytes for these tensors, got {got}")
-    return all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in (flat, *tensors))
+        raise ValueError(f"flat must be contiguous [{size}] of 1, 2, 4 or 8 bytes for these tensors, got {got}")
+    return places_of(flat, tensors)
