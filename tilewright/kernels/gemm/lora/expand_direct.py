@@ -60,8 +60,8 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # On an H200 with 64 adapters of rank 16, two blocks of two warps were the fastest for N of 4096, 6144 and 24576, or within
-    # 2 % of it, and prefetching did not help (scripts/adapter_products.py).
+    # On an H200 with 64 adapters of rank 16, two blocks of two warps were the fastest for N of 4096, 6144 and 24576, and
+    # prefetching did not help (scripts/adapter_products.py).
     for steps, warps in ((2, 2), (1, 2), (2, 1)):
         if not any(width % (COLUMNS * steps * warps) for width in _widths(problem)):
             return {"STEPS": steps, "FETCH": 0, "num_warps": warps}
