@@ -70,7 +70,6 @@ PEERLESS = {
     "sgd",
     "silu_mul_quantize",
     "top_logprobs",
-    "unpack_tensors",
 }
 SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D": 16, "C": 6, "O": 10, "X": 9}
 

@@ -351,7 +351,7 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         *("B=64 KV=4096 chunk=2048", "B=1 KV=4096 chunk=2048", "B=63 KV=4096"),
     ),
     **dict.fromkeys(
-        ("adamw", "adamw_8bit", "grad_squares", "momentum", "pack_tensors", "sgd", "unpack_tensors"),
+        ("adamw", "adamw_8bit", "grad_squares", "momentum", "pack_tensors", "sgd"),
         ("M=1 N=4096", "M=13 N=4096", "M=100 N=1000"),  # a layer of an 8B model; tensors that end within a block
     ),
     "clip_scale": ("M=3700", "M=147000"),  # parameters / 4096

@@ -59,7 +59,7 @@ from tilewright.kernels.norm.rms_norm import add_rms_norm_op, rms_norm_op
 from tilewright.kernels.optimizer.adamw import adamw_op
 from tilewright.kernels.optimizer.adamw_8bit import adamw_8bit_op
 from tilewright.kernels.optimizer.grad_norm import clip_scale_op, grad_squares_op
-from tilewright.kernels.optimizer.pack import pack_tensors_op, unpack_tensors_op
+from tilewright.kernels.optimizer.pack import pack_tensors_op
 from tilewright.kernels.optimizer.sgd import momentum_op, sgd_op
 from tilewright.kernels.quantize.both_ways import quantize_both_ways, quantize_both_ways_op
 from tilewright.kernels.quantize.fused import (

@@ -9,6 +9,8 @@
 Limited by memory bandwidth: every byte is read once and written once. With one copy for each tensor of a model, the device
 would be idle between launches, and not full at the end of each.
 
+`Packing` copies in both directions. Only `pack` is an operator, whose config `unpack` shares.
+
 Not supported: tensors of several dtypes in one call.
 """
 
@@ -28,7 +30,7 @@ from tilewright.kernels.optimizer.multi_tensor import CHUNK, Tables, flat_size, 
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["Packing", "flat_size", "pack_tensors_op", "places_of", "unpack_tensors_op"]
+__all__ = ["Packing", "flat_size", "pack_tensors_op"]
 
 
 class Problem(NamedTuple):
@@ -43,16 +45,11 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _pack_reference(flat: Tensor, tensors: list[Tensor]) -> None:
-    for place, tensor in zip(places_of(flat, tensors), tensors, strict=True):
+    for place, tensor in zip(_parts(flat, tensors), tensors, strict=True):
         place.copy_(tensor)
 
 
-def _unpack_reference(flat: Tensor, tensors: list[Tensor]) -> None:
-    for place, tensor in zip(places_of(flat, tensors), tensors, strict=True):
-        tensor.copy_(place)
-
-
-def places_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The place of each tensor in flat memory, in its shape."""
     starts = starts_of([tensor.numel() for tensor in tensors])
     return [flat[start : start + tensor.numel()].view(tensor.shape) for (start, _), tensor in zip(pairwise(starts), tensors)]
@@ -128,10 +125,6 @@ def _pack(config: Config, flat: Tensor, tensors: list[Tensor]) -> None:
     _launch(config, flat, tables(tensors, flat.device), False)
 
 
-def _unpack(config: Config, flat: Tensor, tensors: list[Tensor]) -> None:
-    _launch(config, flat, tables(tensors, flat.device), True)
-
-
 pack_tensors_op = Op(
     name="pack_tensors",
     reference=_pack_reference,
@@ -141,17 +134,6 @@ pack_tensors_op = Op(
     make=_make,
     mutates=("flat",),
     impls=(Impl(name="triton", launch=_pack, space=SPACE, batch_invariant=True),),
-)
-
-unpack_tensors_op = Op(
-    name="unpack_tensors",
-    reference=_unpack_reference,
-    problem=lambda flat, tensors: Problem(flat.dtype.itemsize),
-    cost=_cost,
-    examples=_EXAMPLES,
-    make=_make,
-    mutates=("tensors",),
-    impls=(Impl(name="triton", launch=_unpack, space=SPACE, batch_invariant=True),),
 )
 
 
@@ -211,4 +193,4 @@ def _places(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     if flat.shape != (size,) or not flat.is_contiguous() or flat.dtype.itemsize not in _BITS:
         got = f"{list(flat.shape)} {flat.dtype}"
         raise ValueError(f"flat must be contiguous [{size}] of 1, 2, 4 or 8 bytes for these tensors, got {got}")
-    return places_of(flat, tensors)
+    return _parts(flat, tensors)
