@@ -130,7 +130,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(run: Run, folder: Path, env: dict[str, str]) -> Iterator[str]:
-    """The URL of a server that is ready. Ends the program where it is not in time."""
+    """The URL of a server that is ready; "" if it is not in time."""
     port, log = free_port(), run.asked.out / "server.log"
     words = [*on_cores(run.asked.server_cores), sys.executable, "-m", "tilewright.cli", "serve"]
     words += ["--repository", str(folder / "models"), "--package", "served_images", "--shared-memory", "--port", str(port)]

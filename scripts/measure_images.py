@@ -140,7 +140,7 @@ def load(run: Run, url: str, env: dict[str, str], case: Case) -> None:
         refused=sum(stage["rejected"] for stage in stages),
         failed=sum(stage["failed"] for stage in stages),
         problems={key: value for stage in stages for key, value in stage["problems"].items()},
-        spread=max((stage["spread"] or 0.0) for stage in stages),
+        spread=max((stage["spread"] for stage in stages if stage["spread"] is not None), default=None),
         # From the middle of the time, in which all clients send.
         middle=used,
     )

@@ -3,8 +3,8 @@
     python scripts/profile_steps.py qwen3-0.6b --out steps.json
 
 All requests of the workload are submitted at once, with random tokens, to an engine with random weights. At the steps given by
-`--at`, six steps are profiled. For each place it prints the running rows, the tokens that they hold in the cache, and the means
-per step in milliseconds:
+`--at`, six steps are profiled. For each place it prints the running rows and the tokens that they hold in the cache after these
+steps, and the means per step in milliseconds:
 
     wall   from the first to the last, by the host's clock, with the profiler's own cost
     span   from the start of the first kernel to the end of the last one
@@ -19,6 +19,7 @@ import json
 import random
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=12, help="kernels to name (default: 12)")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     args = parser.parse_args()
+    if any(later - step < STEPS for step, later in pairwise(sorted(args.at))):
+        parser.error(f"--at must name steps that are at least {STEPS} apart")
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
     engine = load_engine(SHAPES[args.shape], EngineConfig(max_model_len=4096), print)

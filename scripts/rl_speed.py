@@ -7,10 +7,11 @@ A step samples `--answers` answers of exactly `--tokens` tokens to each of `--pr
 and updates all weights once by AdamW. The transformers loop samples by its continuous batching (`generate_batch`) or by
 `generate` on batches of equal prompts, computes the loss by autograd over `--micro` answers at a time, and uses AdamW on
 bfloat16 weights. There, `--part N` samples only the Nth part of the prompts, and `--tokens` may be smaller. Rates refer to what
-was sampled; `whole_s` is the time of a step of all prompts with answers of `--whole` tokens at these rates, an optimistic
-estimate because longer contexts are slower. A warm-up step comes before the measured ones: as many prompts as fill a pass, all
-prompts with `--graphs`, with transformers of few tokens. Prints one JSON object per line; `idle` is the share of NVML samples
-without a running kernel, `sampling_idle` and `learning_idle` are those of the two halves of a step.
+was sampled; `whole_s` is the time of a step of all prompts with answers of `--whole` tokens at these rates. It counts the start
+and the prompts of a sample of few tokens several times, but not that longer contexts are slower. A warm-up step comes before
+the measured ones: as many prompts as fill a pass, all prompts with `--graphs`, with transformers of few tokens. Prints one JSON
+object per line; `idle` is the share of NVML samples without a running kernel, `sampling_idle` and `learning_idle` are those of
+the two halves of a step.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`lora_expand_add` where each thread loads its operands of the tensor cores, and stores its results, without shared memory.
+"""`lora_expand_add` where each thread loads its operands B and y of the tensor cores, and stores its results, by itself.
 
 The tensor cores want other numbers from a thread than its wide loads bring. So `expand.py` exchanges B and the result through
 shared memory, with six barriers for a block of columns. Here ranks and columns are taken in another order, in which a thread's
@@ -8,9 +8,10 @@ numbers are neighbours in memory. Sums over ranks have the same terms in any ord
     rank      = q R/4 + 4 r + 2 h + e    is rank 16 r + 8 h + 2 q + e of the product: R/4 neighbours of a row of B a thread
     column    = 8 i + 2 j + h            is row 16 j + 8 h + i of the product B h^T: 8 neighbours of y a thread
 
-So there is no barrier in a program of one warp, and it takes few registers: for a rank of 16 an SM runs 24 programs at once.
-All STEPS blocks are unrolled, and the first loads of B precede those of the tokens. For more than 8 tokens of a tile the
-program repeats everything. FETCH: how many blocks ahead B is prefetched into L2, by one instruction for each block.
+So B and y need no shared memory, there is no barrier in a program of one warp, and it takes few registers: for a rank of 16 an
+SM runs 24 warps at once. Several warps share the sum of h. All STEPS blocks are unrolled, and the first loads of B precede
+those of the tokens. For more than 8 tokens of a tile the program repeats everything. FETCH: how many blocks ahead B is
+prefetched into L2, by one instruction for each block.
 
 Accepts bf16 and fp16, ranks of 16 and 32, and parts that consist of whole blocks.
 """

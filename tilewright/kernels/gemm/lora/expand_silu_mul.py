@@ -5,7 +5,8 @@
 
 y [T, 2 F], b [S, 2 F, R], out [T, F]: of the same dtype, bf16, fp16 or fp32. h [C, T, 2 R] float32, scales [S, 2] float32 and
 adapters [4, T] int32 as for `lora_expand_add`, for two equal parts. The results have the bits of `lora_expand_add` followed by
-`silu_mul`. y keeps its values. The activation is applied to tokens without an adapter, too.
+`silu_mul`, except that zeros of tokens without an adapter may lose their sign. y keeps its values. The activation is applied to
+tokens without an adapter, too.
 
 Limited by memory bandwidth. `lora_expand_add` would write y, and `silu_mul` would read it again.
 
@@ -123,8 +124,8 @@ def _expand_silu_mul_kernel(
         index = tl.maximum(adapter - 1, 0).to(tl.int64)
         b_at = b_ptr + index * (2 * HALF * R) + begin * R + offsets_b(R, WARPS)
         some = tl.full(b_at.shape, adapter, tl.int32) > 0
-        gate_scale = tl.load(scales_ptr + index * 2)
-        up_scale = tl.load(scales_ptr + index * 2 + 1)
+        gate_scale = tl.load(scales_ptr + index * 2, mask=adapter > 0, other=0.0)
+        up_scale = tl.load(scales_ptr + index * 2 + 1, mask=adapter > 0, other=0.0)
         for start in tl.range(first, end, 8, num_stages=1):
             gate_b = tl.load(b_at, mask=some, other=0.0)
             up_b = tl.load(b_at + HALF * R, mask=some, other=0.0)
