@@ -115,14 +115,14 @@ def _pack_kernel(
         tl.store(target, tl.load(source, mask=local + at < size, other=0), mask=local + at < size)
 
 
-def _launch(config: Config, flat: Tensor, table: Tables, unpack: bool) -> None:
+def _launch(config: Config, flat: Tensor, table: Tables, *, unpack: bool) -> None:
     if flat.numel():
         grid = (flat.numel() // config["BLOCK"],)
         launch(_pack_kernel, grid, (flat, *table[:3]), (), {"UNPACK": unpack, "CHUNK": CHUNK, **config})
 
 
 def _pack(config: Config, flat: Tensor, tensors: list[Tensor]) -> None:
-    _launch(config, flat, tables(tensors, flat.device), False)
+    _launch(config, flat, tables(tensors, flat.device), unpack=False)
 
 
 pack_tensors_op = Op(
@@ -164,19 +164,27 @@ class Packing:
 
     def pack(self) -> None:
         """Copy the tensors into flat memory."""
-        self._copy(self._places, self._tensors, False)
+        if self._table is not None:
+            self._launch(unpack=False)
+        else:
+            _copy_each(self._places, self._tensors)
 
     def unpack(self) -> None:
         """Copy flat memory into the tensors."""
-        self._copy(self._tensors, self._places, True)
-
-    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], unpack: bool) -> None:
         if self._table is not None:
-            with torch.cuda.device(self._flat.device) if self._flat.is_cuda else nullcontext():
-                _launch(self._choice.config, self._flat, self._table, unpack)
+            self._launch(unpack=True)
         else:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+            _copy_each(self._tensors, self._places)
+
+    def _launch(self, *, unpack: bool) -> None:
+        assert self._table is not None
+        with torch.cuda.device(self._flat.device) if self._flat.is_cuda else nullcontext():
+            _launch(self._choice.config, self._flat, self._table, unpack=unpack)
+
+
+def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
 
 
 def _bits(x: Tensor) -> Tensor:
