@@ -130,6 +130,35 @@ def test_hopper_codes(
     check_hopper(_example("", lengths, (4, 1), dim, page_size, window, format=format).make(Inputs(WHERE, seed=13)), configs)
 
 
+WITHOUT_KEYS = [
+    (700, 65, 1, *[0] * 40),  # padding of a captured step
+    (0, 0, 64, 0, 0, 700, 0, 1, 0, 0, 0, 3),  # in between
+    (0, 90, 0, 700, 0),  # so few that they are counted one by one
+    (0, 0, 0),
+    (0,) * 300,
+]
+"""Lengths of sequences with one query each. Rows without keys are zeros, and cost no range."""
+
+
+@needs_triton
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("lengths", WITHOUT_KEYS)
+def test_rows_without_keys(lengths: tuple[int, ...], sinks: bool) -> None:
+    lengths = tuple(kv % 130 for kv in lengths[:40]) if DEVICE.kind == "interpret" else lengths
+    example = _example("", tuple((1, kv) for kv in lengths), (2, 1), 32, 16, None, sinks=sinks)
+    conformance.check(paged_attention_op, STREAM, small(), example.make(Inputs(WHERE, seed=14)))
+
+
+@pytest.mark.skipif(not HOPPER, reason="Gluon for sm_90 runs on no other card, and not in Triton's interpreter")
+@pytest.mark.parametrize("format", ["", "int8"])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("lengths", WITHOUT_KEYS)
+def test_hopper_rows_without_keys(lengths: tuple[int, ...], sinks: bool, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_sm90_launch, "card_of", lambda x: replace(DEVICE, sms=7))
+    example = _example("", tuple((1, kv) for kv in lengths), (4, 2), 128, 16, None, format=format, sinks=sinks)
+    check_hopper(example.make(Inputs(WHERE, seed=14)), "default")
+
+
 EDGES = ((127, 127), (128, 128), (33, 130), (0, 20), (1, 129), (1, 1), (32, 128), (31, 257), (64, 64), (1, 300), (5, 0))
 
 

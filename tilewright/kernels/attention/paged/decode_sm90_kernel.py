@@ -45,6 +45,7 @@ from tilewright.kernels.attention.paged.decode_sm90_split_kv import (
     PANEL,
     ROWS,
     boxes_joined,
+    clear,
     end_pair,
     page_rows,
     range_of,
@@ -95,9 +96,10 @@ def _fetch_tile(
 
 @gluon.jit
 def _load(
-    source, bars, at, stop, b, before, table_ptr, kv_lens_ptr, cu_q_ptr, batch, room, window, held, table_row_stride,
-    G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, EXTRA: gl.constexpr,
-    BOXES: gl.constexpr, STAGES: gl.constexpr, FETCH: gl.constexpr,
+    source, bars, at, stop, b, before, o_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, batch, tokens, room, window, held,
+    table_row_stride,
+    G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    EXTRA: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, FETCH: gl.constexpr,
 ):  # fmt: skip
     j = at * 0
     while at < stop:
@@ -112,6 +114,8 @@ def _load(
         if at == (before + tiles) * G:
             before += tiles
             b += 1
+    if QUERIES == 1:
+        clear(o_ptr, kv_lens_ptr, batch, tokens, room, G * GROUP * D)
 
 
 # ---- consumer
@@ -306,8 +310,8 @@ def decode(
             G, GROUP, D, N, QUERIES, HAS_WINDOW, HAS_SINKS, BLOCK_R, AT_ONCE, FORMAT, BOXES, STAGES, STORE, WALK,
         )),
         (_load, (
-            source, bars, at, stop, b, before, table_ptr, kv_lens_ptr, cu_q_ptr, batch, room, window, held, table_row_stride,
-            G, D, S, QUERIES, HAS_WINDOW, EXTRA, BOXES, STAGES, FETCH,
+            source, bars, at, stop, b, before, o_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, batch, tokens, room, window, held,
+            table_row_stride, G, GROUP, D, S, QUERIES, HAS_WINDOW, EXTRA, BOXES, STAGES, FETCH,
         )),
     ], [1], [56])  # fmt: skip
 

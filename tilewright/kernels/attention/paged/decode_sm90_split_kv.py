@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from tilewright.kernels.hopper.primitives import block_barrier, viewed
 
-__all__ = ["PANEL", "ROWS", "boxes_joined", "end_pair", "page_rows", "range_of", "stretch"]
+__all__ = ["PANEL", "ROWS", "boxes_joined", "clear", "end_pair", "page_rows", "range_of", "stretch"]
 
 
 ROWS = gl.constexpr(64)  # keys per tile
@@ -35,7 +35,8 @@ def _sum(a, b):
 def _tiles(kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr):
     """(length, queries, first key that is needed, tiles of keys) of each sequence b.
 
-    A sequence has at least one tile; there are none from `batch` on.
+    A sequence has at least one tile, unless each has one query: then there is none for a sequence without keys, and `clear`
+    writes its zeros. There are none from `batch` on.
     """
     live = b < batch
     kv_len = gl.load(kv_lens_ptr + b, mask=live, other=0)
@@ -48,8 +49,26 @@ def _tiles(kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES: gl.constexpr,
     begin = kv_len * 0
     if HAS_WINDOW:
         begin = gl.maximum(0, kv_len - q_len + 1 - window) // ROWS * ROWS
-    tiles = gl.where(live, gl.maximum(1, gl.cdiv(kv_len - begin, ROWS)), 0)
+    LEAST: gl.constexpr = 0 if QUERIES == 1 else 1
+    tiles = gl.where(live, gl.maximum(LEAST, gl.cdiv(kv_len - begin, ROWS)), 0)
     return kv_len, q_len, begin, tiles
+
+
+@gluon.jit
+def clear(o_ptr, kv_lens_ptr, batch, tokens, room, WIDTH: gl.constexpr):
+    """Write zeros for the sequences without keys, each of which has one query. One warp of each program does a part of them.
+
+    They are in no range. A captured step has them at its end, as padding: as pairs of one tile they would be all in one range,
+    and its program would take longest. WIDTH: numbers in a row of o.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    lane = gl.arange(0, 256, layout=LAYOUT)
+    zeros = gl.zeros([256], o_ptr.dtype.element_ty, layout=LAYOUT)
+    for b in range(gl.program_id(0), batch, gl.num_programs(0)):
+        if gl.minimum(gl.load(kv_lens_ptr + b), room) <= 0:
+            for start in range(0, WIDTH, 256):
+                at = start + lane
+                gl.store(o_ptr + b.to(gl.int64) * WIDTH + at, zeros, mask=(at < WIDTH) & (b < tokens))
 
 
 @gluon.jit
@@ -64,18 +83,24 @@ def range_of(
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     lanes = gl.arange(0, COUNTED, layout=LAYOUT)
     total = batch * 0
+    longest = batch * 0
     if batch <= ONE_BY_ONE:
         for b in range(batch):
-            total += _tiles(kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES, HAS_WINDOW)[3]
+            tiles = _tiles(kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES, HAS_WINDOW)[3]
+            total += tiles
+            longest = gl.maximum(longest, tiles)
     else:
         for start in range(0, batch, COUNTED):
-            total += gl.sum(_tiles(kv_lens_ptr, cu_q_ptr, start + lanes, batch, room, window, QUERIES, HAS_WINDOW)[3], 0)
+            tiles = _tiles(kv_lens_ptr, cu_q_ptr, start + lanes, batch, room, window, QUERIES, HAS_WINDOW)[3]
+            total += gl.sum(tiles, 0)
+            longest = gl.maximum(longest, gl.max(tiles, 0))
     line = total * G
     share = gl.maximum(gl.cdiv(line, gl.num_programs(0)), 1)
-    # If rounding a range up to whole pairs adds few tiles, round it up: then no parts are left to combine.
-    pair = gl.cdiv(total, batch)
+    # If rounding a range up to whole pairs adds few tiles, round it up: then no parts are left to combine. Only if all pairs
+    # are of about the same length: otherwise ranges of whole average pairs cut pairs all the same, and are longer.
+    pair = gl.maximum(gl.cdiv(total, batch), 1)
     whole = gl.cdiv(share, pair) * pair
-    share = gl.where(whole - share <= LONGER + share // 32, whole, share)
+    share = gl.where((longest <= pair) & (whole - share <= LONGER + share // 32), whole, share)
     at = gl.minimum(gl.program_id(0) * share, line)
     stop = gl.minimum(at + share, line)
     b = batch * 0
@@ -107,7 +132,7 @@ def stretch(
     Returns (head, first key, tiles, length, queries, first tile of the pair, tiles of the pair).
     """
     kv_len, q_len, begin, tiles = _tiles(kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES, HAS_WINDOW)
-    g = (at - before * G) // tiles
+    g = (at - before * G) // gl.maximum(tiles, 1)
     pair_at = before * G + g * tiles
     first = begin + (at - pair_at) * ROWS
     return g, first, gl.minimum(stop, pair_at + tiles) - at, kv_len, q_len, pair_at, tiles

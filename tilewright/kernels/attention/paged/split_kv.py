@@ -47,7 +47,8 @@ def _tiles(
 ):  # fmt: skip
     """(length, queries, first key that is needed, tiles of keys) of each sequence b.
 
-    A sequence has at least one tile; there are none from `batch` on.
+    A sequence has at least one tile, unless each has one query: then there is none for a sequence without keys, and `_clear`
+    writes its zeros. There are none from `batch` on.
     """
     live = b < batch
     kv_len = length_of(kv_lens_ptr, b, live, room)
@@ -59,8 +60,24 @@ def _tiles(
     begin = tl.zeros_like(kv_len)
     if HAS_WINDOW:
         begin = tl.maximum(0, kv_len - q_len + 1 - window) // BLOCK_N * BLOCK_N
-    tiles = tl.where(live, tl.maximum(1, tl.cdiv(kv_len - begin, BLOCK_N)), 0)
+    tiles = tl.where(live, tl.maximum(0 if QUERIES == 1 else 1, tl.cdiv(kv_len - begin, BLOCK_N)), 0)
     return kv_len, q_len, begin, tiles
+
+
+@triton.jit
+def _clear(o_ptr, kv_lens_ptr, batch, tokens, room, WIDTH: tl.constexpr):
+    """Write zeros for the sequences without keys, each of which has one query; each program does a part of them.
+
+    They are in no range. A captured step has them at its end, as padding: as pairs of one tile they would be all in one range,
+    and its program would take longest. WIDTH: numbers in a row of o.
+    """
+    lanes = tl.arange(0, 256)
+    for b in range(tl.program_id(0), batch, tl.num_programs(0)):
+        if length_of(kv_lens_ptr, b, b < tokens, room) == 0:
+            for start in range(0, WIDTH, 256):
+                at = start + lanes
+                zeros = tl.zeros([256], o_ptr.dtype.element_ty)
+                tl.store(o_ptr + tl.full((), WIDTH, tl.int64) * b + at, zeros, mask=(at < WIDTH) & (b < tokens))
 
 
 @triton.jit
@@ -71,18 +88,23 @@ def _share_of(
     """(Tiles of the concatenation, tiles per range)."""
     lanes = tl.arange(0, _COUNTED)
     total = tl.full((), 0, tl.int32)
+    longest = tl.full((), 0, tl.int32)
     if batch <= _ONE_BY_ONE:
         for b in range(batch):
-            total += _tiles(kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES, HAS_WINDOW, BLOCK_N)[3]
+            count = _tiles(kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES, HAS_WINDOW, BLOCK_N)[3]
+            total += count
+            longest = tl.maximum(longest, count)
     else:
         for start in range(0, batch, _COUNTED):
             counts = _tiles(kv_lens_ptr, cu_q_ptr, start + lanes, batch, room, window, QUERIES, HAS_WINDOW, BLOCK_N)[3]
             total += tl.sum(counts, 0)
+            longest = tl.maximum(longest, tl.max(counts, 0))
     share = tl.maximum(tl.cdiv(total * G, tl.num_programs(0)), 1)
-    # If rounding a range up to whole pairs adds few tiles, round it up: then no parts are left to combine.
-    pair = tl.cdiv(total, batch)
+    # If rounding a range up to whole pairs adds few tiles, round it up: then no parts are left to combine. Only if all pairs
+    # are of about the same length: otherwise ranges of whole average pairs cut pairs all the same, and are longer.
+    pair = tl.maximum(tl.cdiv(total, batch), 1)
     whole = tl.cdiv(share, pair) * pair
-    return total * G, tl.where(whole - share <= 1 + share // 32, whole, share)
+    return total * G, tl.where((longest <= pair) & (whole - share <= 1 + share // 32), whole, share)
 
 
 @triton.jit
@@ -194,7 +216,7 @@ def _stream_kernel(
     b, before = _sequence_at(at, kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, BLOCK_N)
     while at < stop:
         kv_len, q_len, begin, tiles = _tiles(kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES, HAS_WINDOW, BLOCK_N)
-        g = (at - before * G) // tiles
+        g = (at - before * G) // tl.maximum(tiles, 1)
         pair_at = before * G + g * tiles
         first = begin + (at - pair_at) * BLOCK_N
         pair_stop = tl.minimum(stop, pair_at + tiles)
@@ -233,6 +255,8 @@ def _stream_kernel(
         if at == (before + tiles) * G:
             before += tiles
             b += 1
+    if QUERIES == 1:
+        _clear(o_ptr, kv_lens_ptr, batch, tokens, room, G * GROUP * D)
 
 
 def _launch(
