@@ -6,10 +6,11 @@
 
 The weights are random and have the tensors of a given shape; they are transferred as in `tilewright rl` with the same
 `handover`. The trainer's weights change each time, and at the end the sampler's weights must be bit-identical. The plain copy
-moves as many bytes over the same link, in turns with the transfer: for `card` a copy of one tensor on the GPU; for `memory` a
-copy into pinned host memory and one out of it (on a CPU: one copy in memory); for `broadcast` a broadcast of one tensor by NCCL
-or gloo, and between two GPUs also torch's direct copy. The share is the median time of the plain copy divided by that of the
-transfer: 1 means that the link is fully used.
+moves as many bytes over the same link, in turns with the transfer and in the same process: for `card` a copy of one tensor on
+the GPU; for `memory` a copy into pinned host memory and one out of it (on a CPU: one copy in memory); for `broadcast` a
+broadcast of one tensor by NCCL or gloo, and between two GPUs also torch's direct copy. Before a process measures, it computes
+something, so that no time contains the GPU's switch from one process to the other. The share is the median time of the plain
+copy divided by that of the transfer: 1 means that the link is fully used.
 
 On a CPU, in small: `python scripts/rl_push.py --device cpu --to cpu --shape tiny --dtype float32 --handover broadcast`.
 """
@@ -31,7 +32,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tilewright.bench.provenance import environment as provenance
 from tilewright.models import SHAPES, Model, random_model
@@ -75,12 +75,22 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
     return now(device) - began
 
 
+def copied(options: argparse.Namespace, handover: str, direction: str, nbytes: int) -> Callable[[], float]:
+    """A plain copy of so many bytes; it returns its seconds. `direction`: push or pull."""
+    device = torch.device(options.device if direction == "push" else options.to)
+    source, target = torch.ones(nbytes, dtype=torch.uint8, device=device), torch.empty(nbytes, dtype=torch.uint8, device=device)
+    if handover == "memory" and device.type == "cuda":
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        source, target = (source, host) if direction == "push" else (host, target)
+    return lambda: seconds_of(lambda: target.copy_(source, non_blocking=True), device)
+
+
 def take(options: argparse.Namespace, handover: str, trainer: Connection) -> None:
     """The sampler's side: an order in, an answer out."""
     model = model_of(options, options.to, seed=1)
     device, broadcast = parameters_of(model)[0].device, handover == "broadcast"
     weights: Any = None
-    flat = torch.empty(0)
+    flat, link = torch.empty(0), None
     with suppress(EOFError):  # the trainer has ended
         while True:
             order, _, place = trainer.recv_bytes().decode().partition(" ")
@@ -98,7 +108,9 @@ def take(options: argparse.Namespace, handover: str, trainer: Connection) -> Non
                 dist.broadcast(flat, 0)
                 now(device)
             else:
-                answer = str(seconds_of(weights.pull, device))
+                link = link or copied(options, handover, "pull", weights.nbytes)
+                parameters_of(model)[0].add_(1.0)
+                answer = f"{seconds_of(weights.pull, device)} {link()}"
             trainer.send_bytes(answer.encode())
     if weights is not None:
         weights.close()
@@ -139,10 +151,10 @@ class Taker:
 
 
 def links(options: argparse.Namespace, handover: str, nbytes: int, taker: Taker) -> dict[str, Callable[[], float]]:
-    """Name -> seconds of one plain copy of so many bytes."""
+    """Name -> a plain copy of so many bytes in this process; it returns its seconds."""
     device = torch.device(options.device)
-    flat = torch.ones(nbytes, dtype=torch.uint8, device=device)
     if handover == "broadcast":
+        flat = torch.ones(nbytes, dtype=torch.uint8, device=device)
 
         def by_broadcast() -> float:
             taker.tell("flat")
@@ -155,15 +167,7 @@ def links(options: argparse.Namespace, handover: str, nbytes: int, taker: Taker)
             there = torch.empty_like(flat, device=options.to)
             found["peer_copy"] = lambda: seconds_of(lambda: there.copy_(flat), device)
         return found
-    here = torch.empty_like(flat)
-    if handover == "card" or device.type == "cpu":
-        return dict.fromkeys(("push", "pull"), lambda: seconds_of(lambda: here.copy_(flat), device))
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-    def copied(target: Tensor, source: Tensor) -> Callable[[], float]:
-        return lambda: seconds_of(lambda: target.copy_(source, non_blocking=True), device)
-
-    return {"push": copied(host, flat), "pull": copied(here, host)}
+    return {"push": copied(options, handover, "push", nbytes)}
 
 
 def measure(options: argparse.Namespace, handover: str, taker: Taker, folder: Path) -> dict[str, Any]:
@@ -197,7 +201,7 @@ def measure(options: argparse.Namespace, handover: str, taker: Taker, folder: Pa
                 told = weights.push(version)
                 row = {"push": told["push_s"]}
                 taker.tell("take")
-                row["pull"] = float(taker.hear())
+                row["pull"], row["link_pull"] = map(float, taker.hear().split())
             row |= {f"link_{name}": link() for name, link in plain.items()}
             for name, seconds in row.items() if version else ():  # the first time makes buffers and connections
                 took.setdefault(name, []).append(seconds)
