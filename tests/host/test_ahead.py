@@ -207,8 +207,10 @@ def test_random_requests(places: int) -> None:
     served(makes, test, max_batch=4, max_wait_s=60.0)  # a machine that stalls must not have requests refused
 
 
-def test_a_free_instance_gets_its_next_batch_before_the_answers_of_the_last_one_are_made() -> None:
-    makes = Makes(double, 0.03)
+@pytest.mark.parametrize("places", [1, 2])
+def test_an_instance_gets_its_next_batch_before_the_answers_of_the_last_one_are_made(places: int) -> None:
+    """If there is one behind the last one, the one behind that."""
+    makes = Makes(double, 0.03, places=places)
 
     async def test(host: Host) -> None:
         version, handed = host.models["m"].versions[1], list[int]()
@@ -221,9 +223,10 @@ def test_a_free_instance_gets_its_next_batch_before_the_answers_of_the_last_one_
         for _ in range(2):
             version.begin(wire(), Ask(), Notes())
         await until(lambda: makes.made[0].busy)
-        later = [asyncio.ensure_future(ask(host, value)) for value in (3, 4)]
-        assert values(await asyncio.gather(*later)) == [6, 8]
-        assert handed == [2, 2], "the model waited for the answers"
-        assert makes.made[0].batches == [[1, 1], [1, 1]]
+        later = [asyncio.ensure_future(ask(host, 2 + number)) for number in range(2 * places)]
+        await until(lambda: len(makes.made[0].handed) + version.waiting // 2 == 1 + places)
+        assert values(await asyncio.gather(*later)) == [4 + 2 * number for number in range(2 * places)]
+        assert handed == [1 + places] * 2, "the model waited for the answers"
+        assert makes.made[0].batches == [[1, 1]] * (1 + places)
 
     served(makes, test, max_batch=2)
