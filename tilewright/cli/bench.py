@@ -43,6 +43,10 @@ _SETTLE_HELP = (
 _Settle = Annotated[float, typer.Option(min=0, max=10, help=_SETTLE_HELP)]
 
 
+MOST_COLUMNS = 16
+"""Most columns of a table that has a line for each row."""
+
+
 def need_gpu(what: str) -> None:
     """Exit with a message if there is no GPU for `tilewright bench <what>`."""
     from tilewright.hw.device import cuda_count
@@ -57,17 +61,22 @@ def need_gpu(what: str) -> None:
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Print rows as a table, or as JSON."""
+    """Print rows as a table, or as JSON. Rows with many fields become columns; the table leaves out lists and objects."""
     if as_json:
         print(json.dumps(rows))
         return
     from rich.console import Console
     from rich.table import Table
 
-    columns = dict.fromkeys(name for row in rows for name in row)
-    table = Table(*(columns or ["no rows"]))
-    for row in rows:
-        table.add_row(*(str(row.get(name, "")) for name in columns))
+    columns = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, dict | list))
+    lines = [[str(row.get(name, "")) for name in columns] for row in rows]
+    if len(columns) > MOST_COLUMNS:
+        table = Table("", *(f"row {number}" for number in range(len(rows))))
+        lines = [[name, *(line[at] for line in lines)] for at, name in enumerate(columns)]
+    else:
+        table = Table(*(columns or ["no rows"]))
+    for line in lines:
+        table.add_row(*line)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 

@@ -34,7 +34,8 @@ class HostCopies:
         self._driver("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
         # Of torch's streams with priority: it hands out the others again and again, so that a graph may be captured in one.
         self._stream = torch.cuda.Stream(self.device, priority=-1)
-        self._copy = ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
+        # Keeps Python's lock: a call takes microseconds, there are dozens in a row, and after each it would wait for the lock.
+        self._copy = ctypes.PyDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
         self._copy.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
     @contextmanager

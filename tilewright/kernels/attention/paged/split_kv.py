@@ -207,8 +207,7 @@ def _stream_kernel(
         release()
     ROWS: tl.constexpr = QUERIES * GROUP
     line, share = _share_of(kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, BLOCK_N)
-    rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     queries = rows // GROUP
     sums_ptr = part_ptr + 2 * tl.num_programs(0) * ROWS * BLOCK_D
     at = tl.program_id(0) * share
@@ -253,8 +252,7 @@ def _stream_kernel(
                 )  # fmt: skip
         at = pair_stop
         if at == (before + tiles) * G:
-            before += tiles
-            b += 1
+            before, b = before + tiles, b + 1
     if QUERIES == 1:
         _clear(o_ptr, kv_lens_ptr, batch, tokens, room, G * GROUP * D)
 
