@@ -8,9 +8,9 @@ The weights are random and have the tensors of a given shape; they are transferr
 `handover`. The trainer's weights change each time, and at the end the sampler's weights must be bit-identical. The plain copy
 moves as many bytes over the same link, in turns with the transfer and in the same process: for `card` a copy of one tensor on
 the GPU; for `memory` a copy into pinned host memory and one out of it (on a CPU: one copy in memory); for `broadcast` a
-broadcast of one tensor by NCCL or gloo, and between two GPUs also torch's direct copy. Before a process measures, it computes
-something, so that no time contains the GPU's switch from one process to the other. The share is the median time of the plain
-copy divided by that of the transfer: 1 means that the link is fully used.
+broadcast of one tensor by NCCL or gloo, and between two GPUs also torch's direct copy. Before each of these, a process pauses
+and then computes something, so that no time contains the GPU's switch from one process to the other. The share is the median
+time of the plain copy divided by that of the transfer: 1 means that the link is fully used.
 
 On a CPU, in small: `python scripts/rl_push.py --device cpu --to cpu --shape tiny --dtype float32 --handover broadcast`.
 """
@@ -43,6 +43,7 @@ TINY = replace(
     SHAPES["qwen3-0.6b"], hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=64, vocab_size=4096, windows=(None,) * 4,
 )  # fmt: skip
+PAUSE_S = 5e-3
 LARGE = replace(SHAPES["qwen3-0.6b"], hidden_size=2048, intermediate_size=6144)
 MODELS = {"tiny": TINY, "0.6b": SHAPES["qwen3-0.6b"], "1.7b": LARGE}
 
@@ -73,6 +74,13 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
     began = now(device)
     call()
     return now(device) - began
+
+
+def begin(device: torch.device) -> None:
+    """Before a transfer or a plain copy: both come after a pause, and when the GPU has switched to this process."""
+    time.sleep(PAUSE_S)
+    torch.ones(1, device=device)
+    now(device)
 
 
 def copied(options: argparse.Namespace, handover: str, direction: str, nbytes: int) -> Callable[[], float]:
@@ -109,8 +117,10 @@ def take(options: argparse.Namespace, handover: str, trainer: Connection) -> Non
                 now(device)
             else:
                 link = link or copied(options, handover, "pull", weights.nbytes)
-                parameters_of(model)[0].add_(1.0)
-                answer = f"{seconds_of(weights.pull, device)} {link()}"
+                begin(device)
+                plain_s = link()
+                begin(device)
+                answer = f"{seconds_of(weights.pull, device)} {plain_s}"
             trainer.send_bytes(answer.encode())
     if weights is not None:
         weights.close()
@@ -192,7 +202,7 @@ def measure(options: argparse.Namespace, handover: str, taker: Taker, folder: Pa
         plain = links(options, handover, weights.nbytes, taker)
         for version in range(options.times + 1):
             parameters_of(model)[0].add_(1.0)
-            now(device)
+            begin(device)
             if broadcast:
                 taker.tell("take")
                 row = {"push": weights.push(version, taker.check_alive)["push_s"]}
@@ -202,7 +212,9 @@ def measure(options: argparse.Namespace, handover: str, taker: Taker, folder: Pa
                 row = {"push": told["push_s"]}
                 taker.tell("take")
                 row["pull"], row["link_pull"] = map(float, taker.hear().split())
-            row |= {f"link_{name}": link() for name, link in plain.items()}
+            for name, link in plain.items():
+                begin(device)
+                row[f"link_{name}"] = link()
             for name, seconds in row.items() if version else ():  # the first time makes buffers and connections
                 took.setdefault(name, []).append(seconds)
         taker.tell("digest")

@@ -62,8 +62,8 @@ def _cost(flat: Tensor, tensors: list[Tensor]) -> Cost:
 # ---- space and examples
 
 SPACE = Space(
-    default=lambda device, problem: {"BLOCK": 4096 if problem.itemsize <= 2 else 2048, "BLOCKS": 2, "num_warps": 8},
-    axes={"BLOCK": (1024, 2048, 4096), "BLOCKS": (1, 2, 4), "num_warps": (4, 8)},
+    default=lambda device, problem: {"BLOCK": 2048, "num_warps": 4},
+    axes={"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)},
 )
 
 
@@ -93,37 +93,32 @@ def _make(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16
 
 @triton.jit
 def _pack_kernel(
-    flat_ptr, owners_ptr, spans_ptr, addresses_ptr, blocks,
-    UNPACK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    flat_ptr, owners_ptr, spans_ptr, addresses_ptr, UNPACK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # A block needs three loads, one after the other, to know where it is. Those of BLOCKS blocks are under way together.
-    number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    exists = number < blocks
-    start = number.to(tl.int64) * BLOCK
-    owner = tl.load(owners_ptr + start // CHUNK, mask=exists, other=0)
-    first, size, address = tl.load(spans_ptr + 2 * owner), tl.load(spans_ptr + 2 * owner + 1), tl.load(addresses_ptr + owner)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    owner = tl.load(owners_ptr + start // CHUNK)
+    first = tl.multiple_of(tl.load(spans_ptr + 2 * owner), CHUNK)
+    size = tl.load(spans_ptr + 2 * owner + 1)
+    address = tl.load(addresses_ptr + owner)
     local = tl.multiple_of(start - first, BLOCK)
-    at = tl.arange(0, BLOCK)[None, :]
-    tensor = tl.multiple_of(address.to(tl.pointer_type(flat_ptr.dtype.element_ty)), 16)
-    own = tensor[:, None] + (local[:, None] + at)
-    there = flat_ptr + (tl.multiple_of(start, BLOCK)[:, None] + at)
+    at = tl.arange(0, BLOCK)
+    own = tl.multiple_of(address.to(tl.pointer_type(flat_ptr.dtype.element_ty)), 16) + local + at
+    there = flat_ptr + start + at
     if UNPACK:
         source, target = there, own
     else:
         source, target = own, there
-    whole = exists & (local + BLOCK <= size)
-    if tl.min(whole.to(tl.int32), 0) == 1:
+    # Blocks start at multiples of BLOCK, so only the last block of a tensor needs the mask.
+    if local + BLOCK <= size:
         tl.store(target, tl.load(source))
     else:
-        inside = exists[:, None] & (local[:, None] + at < size[:, None])
-        tl.store(target, tl.load(source, mask=inside, other=0), mask=inside)
+        tl.store(target, tl.load(source, mask=local + at < size, other=0), mask=local + at < size)
 
 
 def _launch(config: Config, flat: Tensor, table: Tables, *, unpack: bool) -> None:
     if flat.numel():
-        blocks = flat.numel() // config["BLOCK"]
-        grid = (triton.cdiv(blocks, config["BLOCKS"]),)
-        launch(_pack_kernel, grid, (flat, *table[:3]), (blocks,), {"UNPACK": unpack, "CHUNK": CHUNK, **config})
+        grid = (flat.numel() // config["BLOCK"],)
+        launch(_pack_kernel, grid, (flat, *table[:3]), (), {"UNPACK": unpack, "CHUNK": CHUNK, **config})
 
 
 def _pack(config: Config, flat: Tensor, tensors: list[Tensor]) -> None:
