@@ -161,6 +161,8 @@ class _Memory:
         self._pread.restype = self._lseek.restype = ctypes.c_int64
         self._pread.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
         self._lseek.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
+        self._entries = threading.local()
+        """A buffer for each thread."""
         self._pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
     def map(self, fd: int, begin: int, nbytes: int) -> int:
@@ -186,8 +188,14 @@ class _Memory:
         if count > MOST_QUICK:
             entries = os.pread(self._pages, count, 8 * first)
             return len(entries) == count and not entries[7::8].translate(None, _HIGHEST_BIT)
-        buffer = ctypes.create_string_buffer(count)
-        return self._pread(self._pages, buffer, count, 8 * first) == count and not buffer[7::8].translate(None, _HIGHEST_BIT)
+        try:
+            buffer, there = self._entries.buffer
+        except AttributeError:
+            buffer = ctypes.create_string_buffer(MOST_QUICK)
+            there = ctypes.addressof(buffer)
+            self._entries.buffer = buffer, there
+        read = self._pread(self._pages, there, count, 8 * first)
+        return read == count and not bytes(buffer[7:count:8]).translate(None, _HIGHEST_BIT)
 
 
 class Direct:
@@ -297,16 +305,17 @@ class Direct:
 
     def piece(self, part: Part, at: int) -> Piece | None:
         """What to copy for the bytes that belong at byte `at` of the batch's memory; None: they have to be read."""
-        region, mapped = part.region, self._mapped.get(part.region.number)
-        if mapped is None or part.size < MIN_BYTES or not self._on:
+        region, begin, size = part.region, part.at, part.size
+        mapped, memory, end = self._mapped.get(region.number), self._memory, begin + size
+        if mapped is None or size < MIN_BYTES or not self._on:
             return None
-        if not mapped.begin <= part.at <= part.at + part.size <= min(mapped.end, self._memory.size(region.fd)):
+        if begin < mapped.begin or end > mapped.end or end > memory.size(region.fd):
             return None
-        address = mapped.address + part.at - mapped.begin
-        if not self._memory.present(address, part.size):
+        address = mapped.address + begin - mapped.begin
+        if not memory.present(address, size):
             self._again(region, mapped)
             return None
-        return Piece(at, address, part.size, mapped)
+        return Piece(at, address, size, mapped)
 
     def _again(self, region: Region, mapped: Mapped) -> None:
         """Lock the pages that a region's file has now."""

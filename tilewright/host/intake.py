@@ -242,20 +242,22 @@ class Intake:
         if not self._arenas[arena].may_begin(self._capacity, time.monotonic()):
             return {}, None, 0
         view, reads, unread = self._arenas[arena].view, list[Read](), dict[int, str]()
-        gathering, instead = None if self._direct is None else self._direct.gather(arena), list[Read]()
-        for i in range(0, len(table), FIELDS):
-            request, number, begin, size, at = table[i : i + FIELDS]
-            region, into = self._region(number), view[at : at + size]
+        gathering, taken = None if self._direct is None else self._direct.gather(arena), list[tuple[int, Part, int]]()
+        fields = iter(table)
+        for request, number, begin, size, at in zip(*[fields] * FIELDS, strict=True):
+            region = self._region(number)
             if region is None:
-                into[:] = bytes(size)
+                view[at : at + size] = bytes(size)
                 unread[request] = "its shared memory region cannot be read: the model's process has too many open files"
                 continue
             part = Part(region, begin, size)
-            taken = gathering is not None and gathering.take(part, at)
-            (instead if taken else reads).append(Read(request, part, into))
+            if gathering is not None and gathering.take(part, at):
+                taken.append((request, part, at))
+            else:
+                reads.append(Read(request, part, view[at : at + size]))
         fetched = None if gathering is None else gathering.end()
         if fetched is None:
-            reads += instead
+            reads += [Read(request, part, view[at : at + part.size]) for request, part, at in taken]
         return read_large(reads) | unread, fetched, sum([len(read.part) for read in reads])
 
 

@@ -73,7 +73,9 @@ class Loaded(NamedTuple):
         """A timed event behind what the current thread has begun; None: there is no GPU, so that it is done."""
         if self.device.type != "cuda":
             return None
-        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def wait(self, mark: torch.cuda.Event | None = None) -> None:
         """Wait until a GPU has done what the current thread has begun, or what it had begun at a mark."""
