@@ -90,7 +90,7 @@ class StandIn:
             event.done = True
             self._pending.remove(event)
 
-    def wait(self, event: object = None) -> None:
+    def wait(self) -> None:
         self.log.append("wait")
         if "wait" in self.refuses:
             raise RuntimeError("CUDA error: the device is gone")

@@ -24,10 +24,7 @@ class OnDevice(Loaded):
     def moved(self, inputs: list[Tensor]) -> list[Tensor]:
         return inputs
 
-    def mark(self) -> None:
-        return None
-
-    def wait(self, mark: object = None) -> None:
+    def wait(self) -> None:
         pass
 
 

@@ -44,8 +44,6 @@ TOGETHER, TOGETHER_BYTES = 16, 4 << 20
 MAX_LOCKS = 3
 """How often a region is locked whose file gets other pages again and again."""
 
-MOST_QUICK = 64 << 10
-"""Most bytes that are read about pages while other threads wait. They tell of 8,192 pages, and take tens of microseconds."""
 _HIGHEST_BIT = bytes(range(0x80, 0x100))
 
 logger = logging.getLogger(__name__)
@@ -59,7 +57,7 @@ class Copies(Protocol):
     def room(self, nbytes: int) -> "Tensor": ...
     def begin(self, copies: Sequence[tuple[int, int, int]]) -> Any: ...
     def follow(self, event: Any) -> None: ...
-    def wait(self, event: Any = None) -> None: ...
+    def wait(self) -> None: ...
 
 
 class Mapped:
@@ -111,14 +109,11 @@ class Fetched:
         for begin, end in _between(inputs, self.spans):
             self.memory[begin:end].copy_(arena[begin:end], non_blocking=True)
 
-    def end(self, mark: Any = None) -> None:
-        """Wait until neither a region, nor the memory of the batch or its copy is read any more. Raises RuntimeError.
-
-        `mark`: an event behind all that reads them. Otherwise this also waits for what has begun since.
-        """
+    def end(self) -> None:
+        """Wait until neither a region, nor the memory of the batch or its copy is read any more. Raises RuntimeError."""
         try:
             self._follow()  # the batch may not have begun
-            self._copies.wait(mark)
+            self._copies.wait()
         finally:
             self._held.clear()
 
@@ -145,24 +140,13 @@ def _between(inputs: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 
 
 class _Memory:
-    """Mapping without Python's `mmap`, which would keep a second open file for each region; and quick looks at it.
-
-    For a batch of small inputs there are two looks for each. A thread that gives up Python's lock for a call gets it back only
-    after the others: with a hundred calls in a row it waits a hundred times, and so do they. So these calls keep it.
-    """
+    """Mapping without Python's `mmap`, which would keep a second open file for each region."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
         self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        quick = ctypes.PyDLL(None)
-        self._pread, self._lseek = quick.pread, quick.lseek
-        self._pread.restype = self._lseek.restype = ctypes.c_int64
-        self._pread.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
-        self._lseek.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
-        self._entries = threading.local()
-        """A buffer for each thread."""
         self._pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
     def map(self, fd: int, begin: int, nbytes: int) -> int:
@@ -177,25 +161,12 @@ class _Memory:
         """Undo `map`."""
         self._libc.munmap(address, nbytes)
 
-    def size(self, fd: int) -> int:
-        """The bytes of a file; -1 if it cannot be told."""
-        return self._lseek(fd, 0, os.SEEK_END)
-
     def present(self, address: int, nbytes: int) -> bool:
         """Whether the process has all pages of these bytes. Locked pages that a file no longer has are gone from here."""
         first, last = address // mmap.PAGESIZE, (address + nbytes - 1) // mmap.PAGESIZE
-        count = 8 * (last - first + 1)  # 64 bits for each page; the highest one says that it is there
-        if count > MOST_QUICK:
-            entries = os.pread(self._pages, count, 8 * first)
-            return len(entries) == count and not entries[7::8].translate(None, _HIGHEST_BIT)
-        try:
-            buffer, there = self._entries.buffer
-        except AttributeError:
-            buffer = ctypes.create_string_buffer(MOST_QUICK)
-            there = ctypes.addressof(buffer)
-            self._entries.buffer = buffer, there
-        read = self._pread(self._pages, there, count, 8 * first)
-        return read == count and not bytes(buffer[7:count:8]).translate(None, _HIGHEST_BIT)
+        count = 8 * (last - first + 1)
+        entries = os.pread(self._pages, count, 8 * first)  # 64 bits for each page; the highest one says that it is there
+        return len(entries) == count and not entries[7::8].translate(None, _HIGHEST_BIT)
 
 
 class Direct:
@@ -276,7 +247,7 @@ class Direct:
     def _locked(self, fd: int, begin: int, end: int) -> Mapped:
         """Map and lock bytes of a file. Raises OSError or RuntimeError."""
         nbytes = end - begin
-        if self._memory.size(fd) < end:
+        if os.lseek(fd, 0, os.SEEK_END) < end:
             raise OSError("its file has become too short")
         address = self._memory.map(fd, begin, nbytes)
         try:
@@ -305,17 +276,16 @@ class Direct:
 
     def piece(self, part: Part, at: int) -> Piece | None:
         """What to copy for the bytes that belong at byte `at` of the batch's memory; None: they have to be read."""
-        region, begin, size = part.region, part.at, part.size
-        mapped, memory, end = self._mapped.get(region.number), self._memory, begin + size
-        if mapped is None or size < MIN_BYTES or not self._on:
+        region, mapped = part.region, self._mapped.get(part.region.number)
+        if mapped is None or part.size < MIN_BYTES or not self._on:
             return None
-        if begin < mapped.begin or end > mapped.end or end > memory.size(region.fd):
+        if not mapped.begin <= part.at <= part.at + part.size <= min(mapped.end, os.lseek(region.fd, 0, os.SEEK_END)):
             return None
-        address = mapped.address + begin - mapped.begin
-        if not memory.present(address, size):
+        address = mapped.address + part.at - mapped.begin
+        if not self._memory.present(address, part.size):
             self._again(region, mapped)
             return None
-        return Piece(at, address, size, mapped)
+        return Piece(at, address, part.size, mapped)
 
     def _again(self, region: Region, mapped: Mapped) -> None:
         """Lock the pages that a region's file has now."""

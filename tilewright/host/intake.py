@@ -25,7 +25,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from tilewright.host.arena import Arena
@@ -143,33 +143,20 @@ class Intake:
                 self._poll.register(source, select.POLLIN)
             threading.Thread(target=self._receive, args=(ahead,), name="tilewright-intake", daemon=True).start()
 
-    def next(self, *, within_s: float | None = None) -> Arrived | None:
-        """The next batch. None: the server has closed a channel, or none has been read within so many seconds.
-
-        `within_s` is for the time in which a batch is computed. What comes then is sent ahead.
-        """
-        if self._over:
+    def next(self, *, wait: bool = True) -> Arrived | None:
+        """The next batch. None: the server has closed a channel; without `wait`, also: none has been read yet."""
+        if self._over or (self._ahead is None and not wait):  # with one arena, no batch comes before the last one is answered
             return None
-        if within_s is not None:
-            return self._sent_ahead(within_s)
         if self._ahead is None:
             return next(self._batches, None)
-        ready = [source for source, _ in self._poll.poll()]
+        ready = [source for source, _ in self._poll.poll(None if wait else 0)]
+        if not ready:
+            return None
         if self._channel.fileno() in ready:  # older than what was sent ahead, because it is not sent behind a batch
             batch = next(self._batches, None)
         else:
             os.eventfd_read(self._wake)
             batch = self._arrived.get()
-        self._over = batch is None
-        return batch
-
-    def _sent_ahead(self, within_s: float) -> Arrived | None:
-        """The next batch that comes over the second channel within so many seconds, or None."""
-        try:
-            batch = self._arrived.get(timeout=within_s)
-        except Empty:
-            return None
-        os.eventfd_read(self._wake)
         self._over = batch is None
         return batch
 
@@ -242,22 +229,20 @@ class Intake:
         if not self._arenas[arena].may_begin(self._capacity, time.monotonic()):
             return {}, None, 0
         view, reads, unread = self._arenas[arena].view, list[Read](), dict[int, str]()
-        gathering, taken = None if self._direct is None else self._direct.gather(arena), list[tuple[int, Part, int]]()
-        fields = iter(table)
-        for request, number, begin, size, at in zip(*[fields] * FIELDS, strict=True):
-            region = self._region(number)
+        gathering, instead = None if self._direct is None else self._direct.gather(arena), list[Read]()
+        for i in range(0, len(table), FIELDS):
+            request, number, begin, size, at = table[i : i + FIELDS]
+            region, into = self._region(number), view[at : at + size]
             if region is None:
-                view[at : at + size] = bytes(size)
+                into[:] = bytes(size)
                 unread[request] = "its shared memory region cannot be read: the model's process has too many open files"
                 continue
             part = Part(region, begin, size)
-            if gathering is not None and gathering.take(part, at):
-                taken.append((request, part, at))
-            else:
-                reads.append(Read(request, part, view[at : at + size]))
+            taken = gathering is not None and gathering.take(part, at)
+            (instead if taken else reads).append(Read(request, part, into))
         fetched = None if gathering is None else gathering.end()
         if fetched is None:
-            reads += [Read(request, part, view[at : at + part.size]) for request, part, at in taken]
+            reads += instead
         return read_large(reads) | unread, fetched, sum([len(read.part) for read in reads])
 
 

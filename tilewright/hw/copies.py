@@ -34,8 +34,7 @@ class HostCopies:
         self._driver("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
         # Of torch's streams with priority: it hands out the others again and again, so that a graph may be captured in one.
         self._stream = torch.cuda.Stream(self.device, priority=-1)
-        # Keeps Python's lock: a call takes microseconds, there are dozens in a row, and after each it would wait for the lock.
-        self._copy = ctypes.PyDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
+        self._copy = ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
         self._copy.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
     @contextmanager
@@ -84,6 +83,6 @@ class HostCopies:
         """Let the current stream wait for an event."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
-    def wait(self, event: torch.cuda.Event | None = None) -> None:
-        """Wait for an event, or until the current stream has done all its work."""
-        (torch.cuda.current_stream(self.device) if event is None else event).synchronize()
+    def wait(self) -> None:
+        """Wait until the current stream has done all its work."""
+        torch.cuda.current_stream(self.device).synchronize()
