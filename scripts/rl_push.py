@@ -6,11 +6,11 @@
 
 The weights are random and have the tensors of a given shape; they are transferred as in `tilewright rl` with the same
 `handover`. The trainer's weights change each time, and at the end the sampler's weights must be bit-identical. The plain copy
-moves as many bytes over the same link, in turns with the transfer and in the same process: for `card` a copy of one tensor on
-the GPU; for `memory` a copy into pinned host memory and one out of it (on a CPU: one copy in memory); for `broadcast` a
-broadcast of one tensor by NCCL or gloo, and between two GPUs also torch's direct copy. Before each of these, a process pauses
-and then computes something, so that no time contains the GPU's switch from one process to the other. The share is the median
-time of the plain copy divided by that of the transfer: 1 means that the link is fully used.
+moves as many bytes over the same link, in turns with the transfer and in the same process. For `card` and `memory` it copies
+one tensor of the GPU into the memory that both processes see, and from there; for `broadcast` it is a broadcast of one tensor
+by NCCL or gloo, and between two GPUs also torch's direct copy. `own_copy` is a copy within a process's own memory. Before each
+of these, a process pauses and then computes something, so that no time contains the GPU's switch from one process to the other.
+The share is the median time of the plain copy divided by that of the transfer: 1 means that the link is fully used.
 
 On a CPU, in small: `python scripts/rl_push.py --device cpu --to cpu --shape tiny --dtype float32 --handover broadcast`.
 """
@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tilewright.bench.provenance import environment as provenance
 from tilewright.models import SHAPES, Model, random_model
@@ -83,14 +84,15 @@ def begin(device: torch.device) -> None:
     now(device)
 
 
-def copied(options: argparse.Namespace, handover: str, direction: str, nbytes: int) -> Callable[[], float]:
-    """A plain copy of so many bytes; it returns its seconds. `direction`: push or pull."""
-    device = torch.device(options.device if direction == "push" else options.to)
-    source, target = torch.ones(nbytes, dtype=torch.uint8, device=device), torch.empty(nbytes, dtype=torch.uint8, device=device)
-    if handover == "memory" and device.type == "cuda":
-        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        source, target = (source, host) if direction == "push" else (host, target)
+def plain_copy(target: Tensor, source: Tensor) -> Callable[[], float]:
+    """Copies one tensor; returns its seconds."""
+    device = target.device if target.is_cuda else source.device
     return lambda: seconds_of(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def own_memory(weights: SharedWeights, device: torch.device) -> Tensor:
+    """As much of a device as the weights need."""
+    return torch.ones(weights.nbytes, dtype=torch.uint8, device=device)
 
 
 def take(options: argparse.Namespace, handover: str, trainer: Connection) -> None:
@@ -115,8 +117,10 @@ def take(options: argparse.Namespace, handover: str, trainer: Connection) -> Non
                 flat = flat if len(flat) else torch.empty(weights.nbytes, dtype=torch.uint8, device=device)
                 dist.broadcast(flat, 0)
                 now(device)
+            elif broadcast:
+                weights.pull()
             else:
-                link = link or copied(options, handover, "pull", weights.nbytes)
+                link = link or plain_copy(own_memory(weights, device), weights.memory)
                 begin(device)
                 plain_s = link()
                 begin(device)
@@ -160,24 +164,23 @@ class Taker:
         self.process.join()
 
 
-def links(options: argparse.Namespace, handover: str, nbytes: int, taker: Taker) -> dict[str, Callable[[], float]]:
-    """Name -> a plain copy of so many bytes in this process; it returns its seconds."""
+def links(options: argparse.Namespace, weights: Any, taker: Taker) -> dict[str, Callable[[], float]]:
+    """Name -> a plain copy of as many bytes, which returns its seconds. It may overwrite what was pushed."""
     device = torch.device(options.device)
-    if handover == "broadcast":
-        flat = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    flat = own_memory(weights, device)
+    if isinstance(weights, SharedWeights):
+        return {"link_push": plain_copy(weights.memory, flat), "own_copy": plain_copy(torch.empty_like(flat), flat)}
 
-        def by_broadcast() -> float:
-            taker.tell("flat")
-            took = seconds_of(lambda: dist.broadcast(flat, 0), device)
-            taker.hear()
-            return took
+    def by_broadcast() -> float:
+        taker.tell("flat")
+        took = seconds_of(lambda: dist.broadcast(flat, 0), device)
+        taker.hear()
+        return took
 
-        found = {"push": by_broadcast}
-        if device.type == "cuda":
-            there = torch.empty_like(flat, device=options.to)
-            found["peer_copy"] = lambda: seconds_of(lambda: there.copy_(flat), device)
-        return found
-    return {"push": copied(options, handover, "push", nbytes)}
+    found = {"link_push": by_broadcast}
+    if device.type == "cuda":
+        found["link_peer_copy"] = plain_copy(torch.empty_like(flat, device=options.to), flat)
+    return found
 
 
 def measure(options: argparse.Namespace, handover: str, taker: Taker, folder: Path) -> dict[str, Any]:
@@ -199,22 +202,23 @@ def measure(options: argparse.Namespace, handover: str, taker: Taker, folder: Pa
             taker.hear()
         took: dict[str, list[float]] = {}
         told: dict[str, float] = {}
-        plain = links(options, handover, weights.nbytes, taker)
+        plain = links(options, weights, taker)
         for version in range(options.times + 1):
+            row = dict[str, float]()
+            for name, link in plain.items():
+                begin(device)
+                row[name] = link()
             parameters_of(model)[0].add_(1.0)
             begin(device)
             if broadcast:
                 taker.tell("take")
-                row = {"push": weights.push(version, taker.check_alive)["push_s"]}
+                row["push"] = weights.push(version, taker.check_alive)["push_s"]
                 taker.hear()
             else:
                 told = weights.push(version)
-                row = {"push": told["push_s"]}
+                row["push"] = told["push_s"]
                 taker.tell("take")
                 row["pull"], row["link_pull"] = map(float, taker.hear().split())
-            for name, link in plain.items():
-                begin(device)
-                row[f"link_{name}"] = link()
             for name, seconds in row.items() if version else ():  # the first time makes buffers and connections
                 took.setdefault(name, []).append(seconds)
         taker.tell("digest")

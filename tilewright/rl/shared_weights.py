@@ -78,6 +78,8 @@ class SharedWeights:
         except RuntimeError:
             self.close()
             raise
+        self.memory: Tensor = memory
+        """[nbytes] uint8: what both sides see. Must not be used after `close`."""
         self._packings = [Packing(flat.view(dtype), piece) for flat, (dtype, piece) in zip(memory.split(sizes), pieces)]
         if self._owned:
             self._layout[:], self._versions[:] = layout, -1
