@@ -37,6 +37,9 @@ TESTS = (
     "tests/ops",
     "tests/engine/test_invariance.py",
     "tests/engine/test_masked_graphs.py",
+    "tests/hw/test_copies.py",
+    "tests/host/test_direct_served.py",
+    "tests/host/test_late_served.py",
     "tests/test_golden.py",
 )
 """In the order of importance. `long` tests, which walk whole spaces of configs, are not among them."""
