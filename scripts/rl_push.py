@@ -90,9 +90,9 @@ def plain_copy(target: Tensor, source: Tensor) -> Callable[[], float]:
     return lambda: seconds_of(lambda: target.copy_(source, non_blocking=True), device)
 
 
-def own_memory(weights: SharedWeights, device: torch.device) -> Tensor:
-    """As much of a device as the weights need."""
-    return torch.ones(weights.nbytes, dtype=torch.uint8, device=device)
+def own_memory(nbytes: int, device: torch.device) -> Tensor:
+    """[nbytes] uint8 on a device, which no other process sees."""
+    return torch.ones(nbytes, dtype=torch.uint8, device=device)
 
 
 def take(options: argparse.Namespace, handover: str, trainer: Connection) -> None:
@@ -114,13 +114,13 @@ def take(options: argparse.Namespace, handover: str, trainer: Connection) -> Non
             elif order == "digest":
                 answer = digest(model)
             elif order == "flat":
-                flat = flat if len(flat) else torch.empty(weights.nbytes, dtype=torch.uint8, device=device)
+                flat = flat if len(flat) else own_memory(weights.nbytes, device)
                 dist.broadcast(flat, 0)
                 now(device)
             elif broadcast:
                 weights.pull()
             else:
-                link = link or plain_copy(own_memory(weights, device), weights.memory)
+                link = link or plain_copy(own_memory(weights.nbytes, device), weights.memory)
                 begin(device)
                 plain_s = link()
                 begin(device)
@@ -167,7 +167,7 @@ class Taker:
 def links(options: argparse.Namespace, weights: Any, taker: Taker) -> dict[str, Callable[[], float]]:
     """Name -> a plain copy of as many bytes, which returns its seconds. It may overwrite what was pushed."""
     device = torch.device(options.device)
-    flat = own_memory(weights, device)
+    flat = own_memory(weights.nbytes, device)
     if isinstance(weights, SharedWeights):
         return {"link_push": plain_copy(weights.memory, flat), "own_copy": plain_copy(torch.empty_like(flat), flat)}
 

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.launch.replay import Prepared, launch
+from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.optimizer.multi_tensor import CHUNK, Tables, flat_size, starts_of, tables
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -115,11 +115,10 @@ def _pack_kernel(
         tl.store(target, tl.load(source, mask=local + at < size, other=0), mask=local + at < size)
 
 
-def _launch(config: Config, flat: Tensor, table: Tables, *, unpack: bool) -> Prepared | None:
-    if not flat.numel():
-        return None
-    grid = (flat.numel() // config["BLOCK"],)
-    return launch(_pack_kernel, grid, (flat, *table[:3]), (), {"UNPACK": unpack, "CHUNK": CHUNK, **config})
+def _launch(config: Config, flat: Tensor, table: Tables, *, unpack: bool) -> None:
+    if flat.numel():
+        grid = (flat.numel() // config["BLOCK"],)
+        launch(_pack_kernel, grid, (flat, *table[:3]), (), {"UNPACK": unpack, "CHUNK": CHUNK, **config})
 
 
 def _pack(config: Config, flat: Tensor, tensors: list[Tensor]) -> None:
@@ -162,9 +161,6 @@ class Packing:
         bits = [_bits(tensor) for tensor in tensors] if whole else []
         self._choice = pack_tensors_op.choice_for(self._flat, bits)
         self._table = tables(bits, flat.device) if bits and self._choice.impl.name != "reference" else None
-        self._starts = list[int]()
-        self._prepared = dict[bool, Prepared]()
-        """Launches that have run once, by whether they unpack."""
 
     def pack(self) -> None:
         """Copy the tensors into flat memory."""
@@ -183,14 +179,7 @@ class Packing:
     def _launch(self, *, unpack: bool) -> None:
         assert self._table is not None
         with torch.cuda.device(self._flat.device) if self._flat.is_cuda else nullcontext():
-            again = self._prepared.get(unpack)
-            if again is not None:
-                again(self._starts)
-                return
-            found = _launch(self._choice.config, self._flat, self._table, unpack=unpack)
-        if found is not None:
-            self._prepared[unpack] = found
-            self._starts = [x.data_ptr() for x in (self._flat, *self._table[:3])]
+            _launch(self._choice.config, self._flat, self._table, unpack=unpack)
 
 
 def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
