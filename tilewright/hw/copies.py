@@ -1,10 +1,12 @@
 """Copies from locked memory of the host to a card: by the card itself (DMA), in a stream of their own.
 
-The processor only starts a copy, which takes a few microseconds whatever its size. It never reads the bytes.
+The processor only starts copies, and never reads the bytes. To start one takes a few microseconds whatever its size, and the
+card pauses between copies that are started one by one. So several are started by one call, `cuMemcpyBatchAsync`, where the
+driver has it (CUDA 13.0 and later).
 """
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +15,15 @@ from torch import Tensor
 from tilewright.hw.driver import Driver
 
 __all__ = ["HostCopies"]
+
+_IN_ORDER_OF_STREAM = 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the memory of the host is read when the stream is there, like that of a single copy."""
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: the order, and (kind, number) of the two places, which count for managed memory only."""
+
+    _fields_ = (("order", ctypes.c_int), ("places", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
 class HostCopies:
@@ -34,8 +45,14 @@ class HostCopies:
         self._driver("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
         # Of torch's streams with priority: it hands out the others again and again, so that a graph may be captured in one.
         self._stream = torch.cuda.Stream(self.device, priority=-1)
-        self._copy = ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
-        self._copy.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        library, place, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p, ctypes.c_size_t
+        self._copy = library.cuMemcpyHtoDAsync_v2
+        self._copy.argtypes = (ctypes.c_uint64, place, size, place)
+        self._copy_several = getattr(library, "cuMemcpyBatchAsync_v2", None)
+        """None: an older driver."""
+        if self._copy_several is not None:
+            self._copy_several.argtypes = (place, place, place, size, place, place, size, place)
+        self._attributes, self._first = _Attributes(_IN_ORDER_OF_STREAM), size(0)
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -60,7 +77,7 @@ class HostCopies:
         torch.cuda.current_stream(self.device).synchronize()  # the copies' stream does not wait for what used it before
         return room
 
-    def begin(self, copies: Iterable[tuple[int, int, int]]) -> torch.cuda.Event:
+    def begin(self, copies: Sequence[tuple[int, int, int]]) -> torch.cuda.Event:
         """Begin copies; return the event of their end.
 
         Args:
@@ -69,15 +86,24 @@ class HostCopies:
 
         If a copy cannot begin, those that have begun are complete when the error is raised.
         """
-        copy, stream, event = self._copy, self._stream.cuda_stream, torch.cuda.Event()
+        event = torch.cuda.Event()
         with self._here():
-            for to, source, nbytes in copies:
-                code = copy(to, source, nbytes, stream)
-                if code:
-                    self._stream.synchronize()
-                    raise RuntimeError(f"a copy of {nbytes} bytes to {self.device} cannot begin: the driver's error {code}")
+            code = self._begin(copies)
+            if code:
+                self._stream.synchronize()
+                nbytes = sum(size for _, _, size in copies)
+                raise RuntimeError(f"a copy of {nbytes} bytes to {self.device} cannot begin: the driver's error {code}")
             event.record(self._stream)
         return event
+
+    def _begin(self, copies: Sequence[tuple[int, int, int]]) -> int:
+        """Begin copies; return the driver's error, 0 if there is none."""
+        stream, count = self._stream.cuda_stream, len(copies)
+        if count > 1 and self._copy_several is not None:
+            to, source, nbytes = [(ctypes.c_uint64 * count)(*column) for column in zip(*copies, strict=True)]
+            attributes, first = ctypes.byref(self._attributes), ctypes.byref(self._first)
+            return self._copy_several(to, source, nbytes, count, attributes, first, 1, stream)
+        return next((code for one in copies if (code := self._copy(*one, stream))), 0)
 
     def follow(self, event: torch.cuda.Event) -> None:
         """Let the current stream wait for an event."""
