@@ -10,7 +10,7 @@ from torch import Tensor
 Copy = tuple[int, int, int]
 
 
-class Event:
+class Copies:
     """Copies that were begun, and whether they are done."""
 
     def __init__(self, copies: Sequence[Copy], memory: Tensor | None):
@@ -31,7 +31,7 @@ class StandIn:
         self.copied = list[Copy]()
         self.wrong = list[str]()
         self.rooms = list[Tensor]()
-        self._pending = list[Event]()
+        self._pending = list[Copies]()
         self._guard = threading.RLock()
         self._memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -53,9 +53,9 @@ class StandIn:
     def unlock(self, address: int) -> None:
         with self._guard:
             self._does("unlock")
-            for event in self._pending:
-                for _, source, size in event.copies:
-                    if not event.done and source < address + self.locked[address] and address < source + size:
+            for begun in self._pending:
+                for _, source, size in begun.copies:
+                    if not begun.done and source < address + self.locked[address] and address < source + size:
                         self.wrong.append("memory is unlocked while it is copied")
             del self.locked[address]
 
@@ -64,31 +64,36 @@ class StandIn:
         self.rooms.append(torch.full((nbytes,), 0x55, dtype=torch.uint8))
         return self.rooms[-1]
 
-    def begin(self, copies: Sequence[Copy]) -> Event:
+    def begin(self, copies: Sequence[Copy]) -> None:
         with self._guard:
             self._does("begin")
             room = next(one for one in self.rooms if one.data_ptr() <= copies[0][0] < one.data_ptr() + len(one))
-            spans = [(to, to + size) for event in self._pending for to, _, size in event.copies]
+            spans = [(to, to + size) for begun in self._pending for to, _, size in begun.copies]
             if any(begin < to + size and to < end for begin, end in spans for to, _, size in copies):
                 self.wrong.append("memory is written to which another copy is under way")
-            event = Event(copies, room)
-            self._pending.append(event)
-            return event
+            self._pending.append(Copies(copies, room))
 
-    def follow(self, event: Event) -> None:
+    def event(self) -> list[Copies]:
+        return list(self._pending)
+
+    def follow(self, event: list[Copies]) -> None:
+        for copies in event:
+            self._do(copies)
+
+    def _do(self, begun: Copies) -> None:
         with self._guard:
-            if event.done:
+            if begun.done:
                 return
-            for to, source, size in event.copies:
+            for to, source, size in begun.copies:
                 if not any(at <= source and source + size <= at + nbytes for at, nbytes in self.locked.items()):
                     self.wrong.append("memory is copied that is not locked")
-                assert event.memory is not None
-                begin = to - event.memory.data_ptr()
+                assert begun.memory is not None
+                begin = to - begun.memory.data_ptr()
                 data = bytearray(os.pread(self._memory, size, source))
-                event.memory[begin : begin + size] = torch.frombuffer(data, dtype=torch.uint8)
+                begun.memory[begin : begin + size] = torch.frombuffer(data, dtype=torch.uint8)
                 self.copied.append((begin, source, size))
-            event.done = True
-            self._pending.remove(event)
+            begun.done = True
+            self._pending.remove(begun)
 
     def wait(self) -> None:
         self.log.append("wait")

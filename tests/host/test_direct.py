@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from tests.host.copying import StandIn
 from tilewright.host import direct
-from tilewright.host.direct import MIN_BYTES, Direct, Fetched, Mapped, Piece
+from tilewright.host.direct import MIN_BYTES, Direct, Fetched, Mapped
 from tilewright.host.regions import Part, Region
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -45,7 +46,7 @@ def locking(gpu: StandIn, *added: Region, most_bytes: int | None = None) -> Dire
 def fetched(mine: Direct, *places: tuple[Part, int], arena: int = 0) -> Fetched:
     """A batch of parts, and the bytes where they belong."""
     gathering = mine.gather(arena)
-    assert all(gathering.take(part, at) for part, at in places)
+    assert all(gathering.take(part.region.number, part.at, part.size, at) for part, at in places)
     found = gathering.end()
     assert found is not None
     return found
@@ -65,7 +66,7 @@ def test_a_region_is_locked_copied_from_and_unlocked_after_its_last_batch(shm: P
     mine.forget(one.number)
     mine.settle()
     assert gpu.locked, "two batches are under way"
-    assert mine.piece(Part(one, PAGE + 40, ROW), 0) is None
+    assert mine.source(one.number, PAGE + 40, ROW) is None
     arena = torch.zeros(8 * ROW, dtype=torch.uint8)
     batch.begin(arena, [(2 * ROW, 3 * ROW)])
     assert batch.memory[2 * ROW : 3 * ROW].eq(2).all()
@@ -94,18 +95,17 @@ def test_what_the_processor_read_is_added_on_the_device(shm: Path) -> None:
 def test_neighbours_are_one_copy_but_not_across_regions(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = StandIn()
     mine = locking(gpu)
-    side_by_side = [Mapped(1 << 20, 0, 8 * ROW), Mapped((1 << 20) + 2 * ROW, 0, 8 * ROW)]
+    one = region(shm)
+    side_by_side = [Mapped(one, 1 << 20, 0, 8 * ROW), Mapped(one, (1 << 20) + 2 * ROW, 0, 8 * ROW)]
     mine._rooms = [gpu.room(8 * ROW)]
     gathering = mine.gather(0)
-    places = [(0, 0, 0), (1, 1, 0), (2, 2, 1), (3, 3, 1), (5, 4, 1), (6, 6, 1)]
-    pieces = iter([Piece(at * ROW, (1 << 20) + source * ROW, ROW, side_by_side[which]) for at, source, which in places])
-    monkeypatch.setattr(mine, "piece", lambda *_: next(pieces))
-    one = region(shm)
-    assert all(gathering.take(Part(one, 0, ROW), 0) for _ in places)
+    monkeypatch.setattr(mine, "source", lambda number, *_: side_by_side[number])
+    for at, which, source in [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1), (5, 1, 2), (6, 1, 4)]:
+        assert gathering.take(which, source * ROW, ROW, at * ROW)
     batch = gathering.end()
     assert batch is not None
     start, base = gpu.rooms[0].data_ptr(), 1 << 20
-    assert batch._events[0].copies == [
+    assert gpu.event()[0].copies == [
         (start, base, 2 * ROW),
         (start + 2 * ROW, base + 2 * ROW, 2 * ROW),
         (start + 5 * ROW, base + 4 * ROW, ROW),
@@ -122,7 +122,7 @@ def test_copies_begin_while_later_tensors_are_checked(shm: Path, monkeypatch: py
     gathering = mine.gather(1)
     order = [7, 0, 6, 1, 5, 2, 4, 3]
     for at, row in enumerate(order):
-        assert gathering.take(Part(one, row * ROW, ROW), at * ROW)
+        assert gathering.take(one.number, row * ROW, ROW, at * ROW)
         assert gpu.log.count("begin") == (at + 1) // 3
     batch = gathering.end()
     assert batch is not None
@@ -134,36 +134,36 @@ def test_copies_begin_while_later_tensors_are_checked(shm: Path, monkeypatch: py
     monkeypatch.setattr(direct, "TOGETHER_BYTES", 2 * ROW)
     gathering = mine.gather(0)
     for at in (0, 2):
-        assert gathering.take(Part(one, at * ROW, 2 * ROW), at * ROW)
+        assert gathering.take(one.number, at * ROW, 2 * ROW, at * ROW)
     assert gpu.log.count("begin") == 5
     last = gathering.end()
     assert last is not None
     last.end()
     empty = mine.gather(0)
-    assert not empty.take(Part(one, 0, 8), 0)
+    assert not empty.take(one.number, 0, 8, 0)
     assert empty.end() is None
 
 
 def test_small_tensors_and_bytes_outside_of_the_region_are_read(shm: Path) -> None:
     one = region(shm)
     mine = locking(StandIn(), one)
-    assert mine.piece(Part(one, 0, MIN_BYTES - 1), 0) is None
-    assert mine.piece(Part(one, 0, MIN_BYTES), 0) is not None
-    assert mine.piece(Part(one, 3 * ROW + 1, ROW), 0) is None
-    assert mine.piece(Part(region(shm, "unknown"), 0, ROW), 0) is None
+    assert mine.source(one.number, 0, MIN_BYTES - 1) is None
+    assert mine.source(one.number, 0, MIN_BYTES) is not None
+    assert mine.source(one.number, 3 * ROW + 1, ROW) is None
+    assert mine.source(region(shm, "unknown").number, 0, ROW) is None
 
 
 def test_a_bound_on_locked_bytes(shm: Path, caplog: pytest.LogCaptureFixture) -> None:
     gpu, first, second = StandIn(), region(shm, "first"), region(shm, "second", rows=5)
     mine = locking(gpu, first, second, most_bytes=8 * ROW)
-    assert mine.piece(Part(first, 0, ROW), 0) is not None
-    assert mine.piece(Part(second, 0, ROW), 0) is None
+    assert mine.source(first.number, 0, ROW) is not None
+    assert mine.source(second.number, 0, ROW) is None
     assert f"region 'second' is not page-locked, so the processor copies its tensors: it has {5 * ROW} bytes" in caplog.text
     mine.forget(first.number)
     mine.settle()
     mine.add(second)  # which comes again in a new connection
     mine.settle()
-    assert mine.piece(Part(second, 0, ROW), 0) is not None
+    assert mine.source(second.number, 0, ROW) is not None
     assert mine.locked_bytes == 5 * ROW
 
 
@@ -179,7 +179,7 @@ def test_two_regions_of_one_file(shm: Path) -> None:
     batch.end()
     mine.settle()
     assert list(gpu.locked.values()) == [2 * ROW]
-    assert mine.piece(Part(again, ROW, ROW), 0) is not None
+    assert mine.source(again.number, ROW, ROW) is not None
     assert not gpu.wrong
 
 
@@ -187,7 +187,7 @@ def test_two_regions_of_one_file(shm: Path) -> None:
 def test_what_the_driver_refuses_is_read(shm: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
     one = region(shm)
     mine = locking(StandIn([what]), one)
-    assert mine.piece(Part(one, 0, ROW), 0) is None
+    assert mine.source(one.number, 0, ROW) is None
     assert (mine.locked_bytes, mapped(shm)) == (0, 0)
     assert f"so the processor copies its tensors: {what} is refused" in caplog.text
 
@@ -196,9 +196,9 @@ def test_after_a_copy_that_cannot_begin_all_is_read(shm: Path, caplog: pytest.Lo
     gpu, one = StandIn(["begin"]), region(shm)
     mine = locking(gpu, one)
     gathering = mine.gather(0)
-    assert gathering.take(Part(one, 0, ROW), 0)
+    assert gathering.take(one.number, 0, ROW, 0)
     assert gathering.end() is None
-    assert mine.piece(Part(one, 0, ROW), 0) is None
+    assert mine.source(one.number, 0, ROW) is None
     assert "so the processor does: begin is refused" in caplog.text
     gpu.refuses.add("unlock")
     mine.forget(one.number)
@@ -221,14 +221,47 @@ def test_a_file_that_shrinks_is_read_which_says_why(shm: Path, caplog: pytest.Lo
     one, short = region(shm), region(shm, "short")
     os.truncate(shm / "short", ROW)
     mine = locking(StandIn(), one, short)
-    assert mine.piece(Part(short, 0, ROW), 0) is None
+    assert mine.source(short.number, 0, ROW) is None
     assert "its file has become too short" in caplog.text
     os.truncate(shm / "r", 2 * ROW)
-    assert mine.piece(Part(one, 2 * ROW, ROW), 0) is None
-    assert mine.piece(Part(one, 0, ROW), 0) is not None, "its pages are what they were"
+    assert mine.source(one.number, 2 * ROW, ROW) is None
+    assert mine.source(one.number, 0, ROW) is not None, "its pages are what they were"
 
 
-def test_pages_that_a_file_no_longer_has_are_not_copied(shm: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture(params=["looked at now", "looked at before"])
+def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a look at pages is remembered at once."""
+    monkeypatch.setattr(direct, "SETTLED_NS", 0 if request.param == "looked at before" else 10**15)
+    return request.param == "looked at before"
+
+
+def pause() -> None:
+    """Until the clock of files has ticked."""
+    time.sleep(0.03)
+
+
+def test_pages_are_looked_at_again_only_after_a_change(shm: Path, monkeypatch: pytest.MonkeyPatch, looks: bool) -> None:
+    one = region(shm)
+    mine = locking(StandIn(), one)
+    seen, present = list[tuple[int, int]](), mine._memory.present
+    monkeypatch.setattr(mine._memory, "present", lambda *place: seen.append(place) or present(*place))
+    monkeypatch.setattr(direct, "MAX_CHECKED", 2)
+    pause()
+    for _ in range(3):
+        assert mine.source(one.number, 0, ROW) is not None
+        assert mine.source(one.number, ROW, ROW) is not None
+    assert len(seen) == (2 if looks else 6)
+    mine.source(one.number, 0, 2 * ROW)
+    mine.source(one.number, 0, ROW)
+    assert len(seen) == (4 if looks else 8), "two places are remembered"
+    os.pwrite(one.fd, b"new", 0)
+    pause()
+    for _ in range(2):
+        assert mine.source(one.number, 0, ROW) is not None
+    assert len(seen) == (5 if looks else 10)
+
+
+def test_pages_that_a_file_no_longer_has_are_not_copied(shm: Path, caplog: pytest.LogCaptureFixture, looks: bool) -> None:
     """A file is made shorter and longer again; then its region is locked anew, but not for ever."""
     gpu, one = StandIn(), region(shm)
     mine = locking(gpu, one)
@@ -236,27 +269,31 @@ def test_pages_that_a_file_no_longer_has_are_not_copied(shm: Path, caplog: pytes
         batch = fetched(mine, (Part(one, ROW, ROW), 0))
         batch.begin(torch.zeros(8 * ROW, dtype=torch.uint8), [(0, ROW)])
         assert batch.memory[:ROW].eq(number + 9 if number > 1 else 2).all()
+        pause()
+        assert mine.source(one.number, ROW, ROW) is not None
         with (shm / "r").open("r+b") as file:
             file.truncate(ROW)
             file.seek(ROW)
             file.write(bytes([number + 10]) * 3 * ROW)
-        assert mine.piece(Part(one, 0, ROW), 0) is not None, "this page is what it was"
-        assert mine.piece(Part(one, 0, ROW + 1), 0) is None
+        assert mine.source(one.number, 0, ROW) is not None, "this page is what it was"
+        assert mine.source(one.number, 0, ROW + 1) is None
         batch.end()
         del batch
         mine.settle()
-    assert mine.piece(Part(one, ROW, ROW), 0) is None
+    assert mine.source(one.number, ROW, ROW) is None
     assert f"its file got other pages {direct.MAX_LOCKS} times" in caplog.text
     assert gpu.log.count("lock") == direct.MAX_LOCKS
     assert (gpu.locked, mine.locked_bytes, mapped(shm)) == ({}, 0, 0)
 
 
-def test_a_hole_in_a_file_is_read(shm: Path) -> None:
+def test_a_hole_in_a_file_is_read(shm: Path, looks: bool) -> None:
     one = region(shm)
     mine = locking(StandIn(), one)
+    pause()
+    assert mine.source(one.number, 0, 3 * ROW) is not None
     keep_size, punch_hole = 1, 2
     ctypes.CDLL(None).fallocate(one.fd, keep_size | punch_hole, ctypes.c_int64(ROW), ctypes.c_int64(PAGE))
-    assert mine.piece(Part(one, 0, 3 * ROW), 0) is None
+    assert mine.source(one.number, 0, 3 * ROW) is None
 
 
 def test_a_system_that_does_not_say_which_pages_there_are(
@@ -266,7 +303,7 @@ def test_a_system_that_does_not_say_which_pages_there_are(
     gpu, one = StandIn(), region(shm)
     mine = locking(gpu, one)
     mine.settle()
-    assert mine.piece(Part(one, 0, ROW), 0) is None
+    assert mine.source(one.number, 0, ROW) is None
     assert "does not say which pages a process has" in caplog.text
     assert (gpu.locked, mine.locked_bytes, mapped(shm)) == ({}, 0, 0)
     assert caplog.records[0].levelno == logging.WARNING

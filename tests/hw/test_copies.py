@@ -32,8 +32,8 @@ def test_copies_arrive_from_threads_of_their_own() -> None:
     in_thread(lambda: copies.lock(address, size) or True)
     room = in_thread(lambda: copies.room(size))
     to, half = room.data_ptr(), size // 2
-    event = in_thread(lambda: copies.begin([(to, address + half, half), (to + half, address, half)]))
-    copies.follow(event)
+    in_thread(lambda: copies.begin([(to, address + half, half), (to + half, address, half)]) or True)
+    copies.follow(in_thread(copies.event))
     found = room.clone()
     copies.wait()
     assert torch.equal(found.cpu(), torch.cat([memory[half:], memory[:half]]))
@@ -60,7 +60,8 @@ def test_many_small_copies_arrive(several: bool) -> None:
     torch.cuda.synchronize()
     wanted = [(room.data_ptr() + i * size, memory.data_ptr(), size) for i, memory in enumerate(memories)]
     for begin in range(0, count, 16):
-        copies.follow(copies.begin(wanted[begin : begin + 16]))
+        copies.begin(wanted[begin : begin + 16])
+    copies.follow(copies.event())
     found = room.clone()
     copies.wait()
     assert torch.equal(found.cpu(), torch.cat(memories))

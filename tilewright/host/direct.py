@@ -10,7 +10,9 @@ The processor never touches the mapping, because a file that its client has made
 Locked pages stay as they are, also when the file no longer has them. So before each copy two things are checked. If the file
 has become too short, the tensor is read, which fails with the usual message. If the file got other pages in place of the locked
 ones, because it was made shorter and longer again, the process has no page there any more (`/proc/self/pagemap`, documented in
-Linux's admin-guide/mm/pagemap.rst). The tensor is then read, and the region is locked again.
+Linux's admin-guide/mm/pagemap.rst). The tensor is then read, and the region is locked again. A look at pages takes longer than
+everything else, so they are looked at again only if the status of the file has changed since (`st_ctime`). Whatever takes pages
+from a file changes this time; to write through a mapping does not.
 """
 
 import ctypes
@@ -18,18 +20,19 @@ import logging
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from tilewright.host.regions import Part, Region
+from tilewright.host.regions import Region
 
 if TYPE_CHECKING:  # the server and its fronts import this too, and torch is most of a process's start
     from torch import Tensor
 
-__all__ = ["MIN_BYTES", "Copies", "Direct", "Fetched", "Gathering", "Mapped", "Piece"]
+__all__ = ["MIN_BYTES", "Copies", "Direct", "Fetched", "Gathering", "Mapped"]
 
 MIN_BYTES = 64 << 10
 """Least bytes of a tensor that the GPU copies by itself. Each such copy takes some microseconds to check and to begin. Smaller
@@ -41,6 +44,10 @@ MEMORY_SHARE = 4
 """It also locks at most this part (1/N) of the machine's memory, because locked pages cannot be moved or swapped out."""
 TOGETHER, TOGETHER_BYTES = 16, 4 << 20
 """Copies are begun together for so many tensors, or for so many bytes."""
+SETTLED_NS = 10**8
+"""Age from which on the time of a file's last change tells it from later ones: the clock of files ticks every 10 ms."""
+MAX_CHECKED = 1 << 12
+"""Number of places of a region that are known to have their pages."""
 MAX_LOCKS = 3
 """How often a region is locked whose file gets other pages again and again."""
 
@@ -55,7 +62,8 @@ class Copies(Protocol):
     def lock(self, address: int, nbytes: int) -> None: ...
     def unlock(self, address: int) -> None: ...
     def room(self, nbytes: int) -> "Tensor": ...
-    def begin(self, copies: Sequence[tuple[int, int, int]]) -> Any: ...
+    def begin(self, copies: Sequence[tuple[int, int, int]]) -> None: ...
+    def event(self) -> Any: ...
     def follow(self, event: Any) -> None: ...
     def wait(self) -> None: ...
 
@@ -63,20 +71,12 @@ class Copies(Protocol):
 class Mapped:
     """The bytes of a region's file from `begin` to `end`, mapped at `address` and locked, as long as this object is in use."""
 
-    __slots__ = ("__weakref__", "address", "begin", "end")
+    __slots__ = ("__weakref__", "address", "begin", "checked", "end", "region")
 
-    def __init__(self, address: int, begin: int, end: int):
-        self.address, self.begin, self.end = address, begin, end
-
-
-class Piece(NamedTuple):
-    """A tensor, or some rows of one, that can be copied from locked memory."""
-
-    at: int
-    """The byte of the batch's memory where it belongs."""
-    address: int
-    size: int
-    mapped: Mapped
+    def __init__(self, region: Region, address: int, begin: int, end: int):
+        self.region, self.address, self.begin, self.end = region, address, begin, end
+        self.checked = dict[tuple[int, int], int]()
+        """(first byte, bytes) -> the time of the file's last change, after which all pages of these bytes were there."""
 
 
 class Fetched:
@@ -84,19 +84,15 @@ class Fetched:
 
     Args:
         memory: [nbytes] uint8: the device's copy of the batch's memory.
-        pieces: what was copied, in the order of their places.
-        copies, events: the device, and the ends of the copies.
+        spans: (first byte, byte behind the last) of what was copied, in ascending order.
+        held: where it was copied from.
+        copies, event: the device, and the end of the copies.
     """
 
-    def __init__(self, memory: "Tensor", pieces: Sequence[Piece], copies: Copies, events: Sequence[Any]):
-        self.memory, self._copies, self._events = memory, copies, events
-        self.nbytes = sum(piece.size for piece in pieces)
-        self.spans = list[tuple[int, int]]()
-        """(first byte, byte behind the last) of what was copied."""
-        for piece in pieces:
-            begin = self.spans.pop()[0] if self.spans and self.spans[-1][1] == piece.at else piece.at
-            self.spans.append((begin, piece.at + piece.size))
-        self._held = {piece.mapped for piece in pieces}
+    def __init__(self, memory: "Tensor", spans: list[tuple[int, int]], held: set[Mapped], copies: Copies, event: Any):
+        self.memory, self.spans, self._held, self._copies = memory, spans, held, copies
+        self._event: Any | None = event
+        self.nbytes = sum(end - begin for begin, end in spans)
 
     def begin(self, arena: "Tensor", inputs: Sequence[tuple[int, int]]) -> None:
         """Let the model's stream wait for the copies, and copy what was read by the processor.
@@ -118,9 +114,9 @@ class Fetched:
             self._held.clear()
 
     def _follow(self) -> None:
-        for event in self._events:
-            self._copies.follow(event)
-        self._events = ()
+        if self._event is not None:
+            self._copies.follow(self._event)
+            self._event = None
 
 
 def _between(inputs: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -232,7 +228,7 @@ class Direct:
                 raise OSError(f"it has {nbytes} bytes, {self.locked_bytes} are locked, and {self._most_bytes} may be")
             if not self._rooms:
                 self._rooms = [self._copies.room(self._nbytes) for _ in range(self._arenas)]
-            mapped = self._locked(region.fd, begin, end)
+            mapped = self._locked(region, begin, end)
         except (OSError, RuntimeError) as error:
             why = str(error)  # the error itself would keep the mapping for as long as somebody keeps the log's record
             logger.warning(
@@ -244,19 +240,19 @@ class Direct:
                 self._locks[region.number] += 1
                 self._mapped[region.number] = mapped
 
-    def _locked(self, fd: int, begin: int, end: int) -> Mapped:
-        """Map and lock bytes of a file. Raises OSError or RuntimeError."""
+    def _locked(self, region: Region, begin: int, end: int) -> Mapped:
+        """Map and lock bytes of a region's file. Raises OSError or RuntimeError."""
         nbytes = end - begin
-        if os.lseek(fd, 0, os.SEEK_END) < end:
+        if os.fstat(region.fd).st_size < end:
             raise OSError("its file has become too short")
-        address = self._memory.map(fd, begin, nbytes)
+        address = self._memory.map(region.fd, begin, nbytes)
         try:
             self._copies.lock(address, nbytes)
         except (OSError, RuntimeError):
             self._memory.unmap(address, nbytes)
             raise
         self.locked_bytes += nbytes
-        mapped = Mapped(address, begin, end)
+        mapped = Mapped(region, address, begin, end)
         # Its last user is any thread; unlocking takes long, and is not done while another thread waits.
         weakref.finalize(mapped, self._jobs.put, partial(self._unlock, address, nbytes)).atexit = False
         if not self._memory.present(address + nbytes - 1, 1):
@@ -274,18 +270,34 @@ class Direct:
 
     # ---- batches
 
-    def piece(self, part: Part, at: int) -> Piece | None:
-        """What to copy for the bytes that belong at byte `at` of the batch's memory; None: they have to be read."""
-        region, mapped = part.region, self._mapped.get(part.region.number)
-        if mapped is None or part.size < MIN_BYTES or not self._on:
+    def source(self, number: int, begin: int, size: int) -> Mapped | None:
+        """Where to copy bytes of a region's file from; None: they have to be read.
+
+        Args:
+            number: of the region.
+            begin, size: the first byte in its file, and how many.
+        """
+        mapped, end = self._mapped.get(number), begin + size
+        if mapped is None or size < MIN_BYTES or not self._on or begin < mapped.begin or end > mapped.end:
             return None
-        if not mapped.begin <= part.at <= part.at + part.size <= min(mapped.end, os.lseek(region.fd, 0, os.SEEK_END)):
+        status = os.fstat(mapped.region.fd)
+        if end > status.st_size:
             return None
-        address = mapped.address + part.at - mapped.begin
-        if not self._memory.present(address, part.size):
-            self._again(region, mapped)
-            return None
-        return Piece(at, address, part.size, mapped)
+        if mapped.checked.get((begin, size)) == status.st_ctime_ns or self._present(mapped, begin, size, status.st_ctime_ns):
+            return mapped
+        return None
+
+    def _present(self, mapped: Mapped, begin: int, size: int, changed_ns: int) -> bool:
+        """Whether the locked pages of these bytes are those of the file, whose last change was at `changed_ns`."""
+        settled = time.time_ns() - changed_ns > SETTLED_NS
+        if not self._memory.present(mapped.address + begin - mapped.begin, size):
+            self._again(mapped.region, mapped)
+            return False
+        if settled:
+            if len(mapped.checked) >= MAX_CHECKED:
+                mapped.checked.clear()
+            mapped.checked[begin, size] = changed_ns
+        return True
 
     def _again(self, region: Region, mapped: Mapped) -> None:
         """Lock the pages that a region's file has now."""
@@ -320,46 +332,55 @@ class Gathering:
     def __init__(self, direct: Direct, copies: Copies, room: "Tensor | None"):
         self._direct, self._copies, self._room = direct, copies, room
         self._start = 0 if room is None else room.data_ptr()
-        self._pieces, self._begun, self._events = list[Piece](), 0, list[Any]()
-        self._bytes = 0
-        """Bytes of pieces whose copies have not begun."""
+        self._waiting = list[tuple[int, int, int]]()
+        """Copies that have not begun. Neighbours are one copy."""
+        self._last: Mapped | None = None
+        """Where the last of them is copied from."""
+        self._count = self._bytes = 0
+        """The number of tensors in them, and their bytes."""
+        self._spans, self._held = list[tuple[int, int]](), set[Mapped]()
         self._failed = False
 
-    def take(self, part: Part, at: int) -> bool:
-        """Have bytes copied to byte `at` of the batch's memory; return whether they will be. Call it in the order of places."""
-        piece = None if self._room is None else self._direct.piece(part, at)
-        if piece is None:
+    def take(self, number: int, begin: int, size: int, at: int) -> bool:
+        """Have bytes of a region copied; return whether they will be. Call it in the order of places.
+
+        Args:
+            number, begin, size: as for `Direct.source`.
+            at: the byte of the batch's memory where they belong.
+        """
+        mapped = None if self._room is None else self._direct.source(number, begin, size)
+        if mapped is None:
             return False
-        self._pieces.append(piece)
-        self._bytes += piece.size
-        if len(self._pieces) - self._begun >= TOGETHER or self._bytes >= TOGETHER_BYTES:
+        to, address = self._start + at, mapped.address + begin - mapped.begin
+        last = self._waiting[-1] if mapped is self._last else None
+        if last is not None and last[0] + last[2] == to and last[1] + last[2] == address:
+            self._waiting[-1] = last[0], last[1], last[2] + size
+        else:
+            self._waiting.append((to, address, size))
+        spans = self._spans
+        if spans and spans[-1][1] == at:
+            spans[-1] = spans[-1][0], at + size
+        else:
+            spans.append((at, at + size))
+        self._held.add(mapped)
+        self._last, self._count, self._bytes = mapped, self._count + 1, self._bytes + size
+        if self._count >= TOGETHER or self._bytes >= TOGETHER_BYTES:
             self._begin()
         return True
 
     def _begin(self) -> None:
-        copies, last = list[tuple[int, int, int]](), None
-        for piece in self._pieces[self._begun :]:
-            to, address, size = self._start + piece.at, piece.address, piece.size
-            if (
-                last is not None
-                and last.mapped is piece.mapped
-                and (last.at + last.size, last.address + last.size) == piece[:2]
-            ):
-                to, address, before = copies.pop()
-                size += before
-            copies.append((to, address, size))
-            last = piece
-        self._begun, self._bytes = len(self._pieces), 0
+        copies = self._waiting
+        self._waiting, self._last, self._count, self._bytes = [], None, 0, 0
         try:
-            self._events.append(self._copies.begin(copies))
+            self._copies.begin(copies)
         except RuntimeError as error:
             self._failed = True
             self._direct.fails(error)
 
     def end(self) -> Fetched | None:
         """What was taken. None: nothing, or the device refuses a copy; then everything that was taken has to be read."""
-        if len(self._pieces) > self._begun:
+        if self._waiting:
             self._begin()
-        if self._room is None or self._failed or not self._pieces:
+        if self._room is None or self._failed or not self._spans:
             return None
-        return Fetched(self._room, self._pieces, self._copies, self._events)
+        return Fetched(self._room, self._spans, self._held, self._copies, self._copies.event())

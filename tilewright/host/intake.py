@@ -228,21 +228,23 @@ class Intake:
         """
         if not self._arenas[arena].may_begin(self._capacity, time.monotonic()):
             return {}, None, 0
+        fields = iter(table)
+        rows = list(zip(*[fields] * FIELDS, strict=True))
+        left, fetched = rows, None
+        if self._direct is not None:
+            gathering = self._direct.gather(arena)
+            left = [row for row in rows if not gathering.take(*row[1:])]
+            fetched = gathering.end()
+            if fetched is None:
+                left = rows
         view, reads, unread = self._arenas[arena].view, list[Read](), dict[int, str]()
-        gathering, instead = None if self._direct is None else self._direct.gather(arena), list[Read]()
-        for i in range(0, len(table), FIELDS):
-            request, number, begin, size, at = table[i : i + FIELDS]
+        for request, number, begin, size, at in left:
             region, into = self._region(number), view[at : at + size]
             if region is None:
                 into[:] = bytes(size)
                 unread[request] = "its shared memory region cannot be read: the model's process has too many open files"
-                continue
-            part = Part(region, begin, size)
-            taken = gathering is not None and gathering.take(part, at)
-            (instead if taken else reads).append(Read(request, part, into))
-        fetched = None if gathering is None else gathering.end()
-        if fetched is None:
-            reads += instead
+            else:
+                reads.append(Read(request, Part(region, begin, size), into))
         return read_large(reads) | unread, fetched, sum([len(read.part) for read in reads])
 
 

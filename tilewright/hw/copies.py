@@ -53,10 +53,15 @@ class HostCopies:
         if self._copy_several is not None:
             self._copy_several.argtypes = (place, place, place, size, place, place, size, place)
         self._attributes, self._first = _Attributes(_IN_ORDER_OF_STREAM), size(0)
+        self._current = library.cuCtxGetCurrent
 
     @contextmanager
     def _here(self) -> Iterator[None]:
         """Have torch's context of the device in the calling thread: a new thread has none, and torch would not give it one."""
+        current = ctypes.c_void_p()
+        if not self._current(ctypes.byref(current)) and current.value == self._context.value:
+            yield
+            return
         with torch.cuda.device(self.device):
             self._driver("cuCtxSetCurrent", self._context)
             yield
@@ -77,22 +82,26 @@ class HostCopies:
         torch.cuda.current_stream(self.device).synchronize()  # the copies' stream does not wait for what used it before
         return room
 
-    def begin(self, copies: Sequence[tuple[int, int, int]]) -> torch.cuda.Event:
-        """Begin copies; return the event of their end.
+    def begin(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Begin copies.
 
         Args:
             copies: (address on the device, address in locked memory of the host, bytes) of each. Nothing else may use the
-                memory on the device until the event.
+                memory on the device until an event that is made later.
 
         If a copy cannot begin, those that have begun are complete when the error is raised.
         """
-        event = torch.cuda.Event()
         with self._here():
             code = self._begin(copies)
             if code:
                 self._stream.synchronize()
                 nbytes = sum(size for _, _, size in copies)
                 raise RuntimeError(f"a copy of {nbytes} bytes to {self.device} cannot begin: the driver's error {code}")
+
+    def event(self) -> torch.cuda.Event:
+        """The end of all copies that have begun."""
+        event = torch.cuda.Event()
+        with self._here():
             event.record(self._stream)
         return event
 
