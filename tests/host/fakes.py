@@ -41,7 +41,7 @@ class Fake:
         self.batches: list[list[int]] = []
         """Rows of the requests of each batch that was begun."""
         self.handed: list[list[int]] = []
-        self.capacity, self.most = 1 << 20, None
+        self.capacity, self.most, self.overlapped = 1 << 20, None, False
         self._waiting = deque[tuple[Sequence[int], Sequence[Sequence[Wire]], Done, float]]()
         self._recalled = False
 

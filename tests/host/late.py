@@ -12,18 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewright.host import computing, worker
+from tilewright.host import computing
 from tilewright.host.arena import ALIGN, NOT_BEGUN, SECONDS, TRAFFIC, Arena
 from tilewright.host.computing import Computing
 from tilewright.host.config import ModelConfig
 from tilewright.host.intake import Intake, Reads, packets
 from tilewright.host.loaded import Loaded
 from tilewright.host.tensors import Signature, TensorSpec
+from tilewright.host.turns import Turns
 
 WIDTH = 4
 CAPACITY = 4 * WIDTH * 8
 """Bytes of the inputs of eight rows."""
 SIGNATURE = Signature((TensorSpec("x", "FP32", (-1, WIDTH)),), (TensorSpec("output", "FP32", (-1, WIDTH)),), True)
+STEPS = 2
+"""Steps of a batch: it is computed, and its outputs are copied."""
 LOST = "CUDA error: an illegal memory access was encountered"
 
 
@@ -40,6 +43,8 @@ class Gpu:
     def __init__(self) -> None:
         self.log = list[str]()
         self.steps = deque[Callable[[], object]]()
+        self.begun = 0
+        """Number of steps that were begun."""
         self.waits = threading.Event()
         """Set while the process waits for it."""
         self.lost = False
@@ -48,11 +53,13 @@ class Gpu:
     def begin(self, step: Callable[[], object]) -> None:
         with self._guard:
             self.steps.append(step)
+            self.begun += 1
 
-    def finish(self) -> None:
-        """Do what was begun."""
+    def finish(self, *, batches: int | None = None) -> None:
+        """Do what was begun, or so many batches of it whose outputs have a place."""
         with self._guard:
-            while self.steps:
+            steps = len(self.steps) if batches is None else STEPS * batches
+            for _ in range(steps):
                 self.steps.popleft()()
             self._guard.notify_all()
 
@@ -62,13 +69,28 @@ class Gpu:
             self.lost = True
             self._guard.notify_all()
 
-    def wait(self) -> None:
+    def wait(self, until: int | None = None) -> None:
+        """Wait for so many steps, or for all that were begun."""
         with self._guard:
+            until = self.begun if until is None else until
             self.waits.set()
-            assert self._guard.wait_for(lambda: self.lost or not self.steps, 20), "nobody finishes it"
+            assert self._guard.wait_for(lambda: self.lost or self.begun - len(self.steps) >= until, 20), "nobody finishes it"
             self.waits.clear()
             if self.lost:
                 raise RuntimeError(LOST)
+
+
+class Mark:
+    """An event: the steps of a `Gpu` that were begun before it."""
+
+    def __init__(self, gpu: Gpu):
+        self._gpu, self._steps = gpu, gpu.begun
+
+    def synchronize(self) -> None:
+        self._gpu.wait(self._steps)
+
+    def elapsed_time(self, end: "Mark") -> float:
+        return float(end._steps - self._steps)
 
 
 class Late(Loaded):
@@ -128,8 +150,11 @@ class Late(Loaded):
 
         self.gpu.begin(copy)
 
-    def wait(self) -> None:
-        self.gpu.wait()
+    def mark(self) -> Any:
+        return Mark(self.gpu)
+
+    def wait(self, mark: Any = None) -> None:
+        self.gpu.wait() if mark is None else mark.synchronize()
 
 
 class Deferred(Loaded):
@@ -169,7 +194,7 @@ class Deferred(Loaded):
     def bring(self, outputs: list[Tensor], places: list[Tensor]) -> None:
         self.steps.append(lambda: Loaded.bring(self, [x.as_subclass(Tensor) for x in outputs], places))
 
-    def wait(self) -> None:
+    def wait(self, mark: Any = None) -> None:
         for step in self.steps:
             step()
         self.steps.clear()
@@ -202,7 +227,8 @@ class Process:
         self.intake = Intake(noted, ahead, self.arenas, CAPACITY)
         self.sent = list[tuple[int, list[float]]]()
         self._ends = noted, ahead
-        self._thread = threading.Thread(target=worker._serve, args=(noted, self.intake, self.places, None), daemon=True)
+        self.turns = Turns(noted, self.intake, self.places, None)
+        self._thread = threading.Thread(target=self.turns.run, daemon=True)
         self._thread.start()
         self.channel.settimeout(20)
 

@@ -122,6 +122,21 @@ def test_a_batch_behind_one_that_loses_the_process_is_computed_by_the_next(value
     assert [1, 1] in [batch for fake in makes.made[1:] for batch in fake.batches], "those behind are not to blame"
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_request_that_is_alone_when_the_process_ends_is_to_blame_unless_the_next_batch_had_begun(overlapped: bool) -> None:
+    makes = Makes(double, 0.05, places=2)
+
+    async def test(host: Host) -> None:
+        asked: list[Asked] = [asyncio.ensure_future(ask(host, value)) for value in (1, 2)]
+        await until(lambda: bool(makes.made) and len(makes.made[0].handed) == 2)
+        makes.made[0].overlapped = overlapped
+        makes.made[0].close()
+        found = values(await asyncio.gather(*asked, return_exceptions=True))
+        assert found == [2 if overlapped else Failed, 4]
+
+    served(makes, test, max_batch=1)
+
+
 def test_a_batch_has_its_whole_time_though_it_was_behind_another() -> None:
     """Three batches of 0.05 s each, where one must not take 0.08 s."""
 
@@ -207,8 +222,10 @@ def test_random_requests(places: int) -> None:
     served(makes, test, max_batch=4, max_wait_s=60.0)  # a machine that stalls must not have requests refused
 
 
-def test_a_free_instance_gets_its_next_batch_before_the_answers_of_the_last_one_are_made() -> None:
-    makes = Makes(double, 0.03)
+@pytest.mark.parametrize("places", [1, 2])
+def test_an_instance_gets_its_next_batch_before_the_answers_of_the_last_one_are_made(places: int) -> None:
+    """If there is one behind the last one, the one behind that."""
+    makes = Makes(double, 0.03, places=places)
 
     async def test(host: Host) -> None:
         version, handed = host.models["m"].versions[1], list[int]()
@@ -221,9 +238,10 @@ def test_a_free_instance_gets_its_next_batch_before_the_answers_of_the_last_one_
         for _ in range(2):
             version.begin(wire(), Ask(), Notes())
         await until(lambda: makes.made[0].busy)
-        later = [asyncio.ensure_future(ask(host, value)) for value in (3, 4)]
-        assert values(await asyncio.gather(*later)) == [6, 8]
-        assert handed == [2, 2], "the model waited for the answers"
-        assert makes.made[0].batches == [[1, 1], [1, 1]]
+        later = [asyncio.ensure_future(ask(host, 2 + number)) for number in range(2 * places)]
+        await until(lambda: len(makes.made[0].handed) + version.waiting // 2 == 1 + places)
+        assert values(await asyncio.gather(*later)) == [4 + 2 * number for number in range(2 * places)]
+        assert handed == [1 + places] * 2, "the model waited for the answers"
+        assert makes.made[0].batches == [[1, 1]] * (1 + places)
 
     served(makes, test, max_batch=2)

@@ -1,4 +1,4 @@
-"""Served models whose next batch begins before the answer to the last one: with stand-ins for the GPU, and with a GPU.
+"""Served models whose next batch begins before the last one ends, or is answered: with stand-ins for the GPU, and with a GPU.
 
 The model's process is a thread of this one, so that the test can count these batches.
 """
@@ -15,7 +15,7 @@ import pytest
 from tests.host.copying import StandIn
 from tests.host.late import Deferred
 from tests.host.test_direct_served import GPU, Device, ask, register, send, write
-from tilewright.host import computing, worker
+from tilewright.host import computing, turns, worker
 from tilewright.host.errors import Failed
 from tilewright.host.host import Host
 from tilewright.host.loaded import load
@@ -29,7 +29,7 @@ Served = tuple[Device, str, list[Any]]
 def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     stand_in = StandIn() if request.param == "stand-in" else None
     begun, locks = list[Any](), list[tuple[Any, Callable[[], object]]]()
-    begin, lock = worker._begun_at_once, computing.page_locked
+    begin, lock = turns.Turns._begun_at_once, computing.page_locked
 
     def counted(*args: Any) -> Any:
         found = begin(*args)
@@ -43,7 +43,7 @@ def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if stand_in is not None:
         monkeypatch.setattr(worker, "_copies", lambda _: stand_in)
         monkeypatch.setattr(worker, "load", lambda *args: Deferred.of(load(*args)))
-    monkeypatch.setattr(worker, "_begun_at_once", counted)
+    monkeypatch.setattr(turns.Turns, "_begun_at_once", counted)
     monkeypatch.setattr(computing, "page_locked", locked)
     monkeypatch.setattr(worker.os, "dup2", lambda *_: None)  # this process keeps its output
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

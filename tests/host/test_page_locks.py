@@ -24,7 +24,10 @@ class OnDevice(Loaded):
     def moved(self, inputs: list[Tensor]) -> list[Tensor]:
         return inputs
 
-    def wait(self) -> None:
+    def mark(self) -> None:
+        return None
+
+    def wait(self, mark: object = None) -> None:
         pass
 
 

@@ -22,6 +22,8 @@ SECONDS = struct.Struct("<d")
 """The seconds that a batch took, which come before the text of a reply; without them, equal batches have equal replies."""
 TRAFFIC = struct.Struct("<3q")
 """A `Traffic`, which comes before the seconds."""
+_BEGUN_S = -1.0
+"""Stands in place of the time until which a batch may begin, if it has begun before the one before it has ended."""
 NOT_BEGUN = b"-"
 """The answer to a batch that could not begin in time."""
 
@@ -82,6 +84,14 @@ class Arena:
     def may_begin(self, at: int, now_s: float) -> bool:
         """Whether the batch may still begin."""
         return now_s < SECONDS.unpack_from(self.view, at)[0]
+
+    def begins(self, at: int) -> None:
+        """Note that the batch begins although the one before it has not ended, or was not answered."""
+        SECONDS.pack_into(self.view, at, _BEGUN_S)
+
+    def begun(self, at: int) -> bool:
+        """Whether this was noted, and the batch was not recalled since."""
+        return SECONDS.unpack_from(self.view, at)[0] == _BEGUN_S
 
     def close(self) -> None:
         """Close the descriptor; the memory is freed when its last user closes it."""

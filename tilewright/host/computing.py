@@ -1,7 +1,7 @@
 """The batches in one memory of a model's process. Each is begun, ends on the device, and is answered.
 
 A GPU works while the process continues. So these are three steps, and the process can begin the next batch, which is in another
-memory, between the last two: the device then works while the answer is made.
+memory, before the second or the third (turns.py): the device then has work while the process waits or makes the answer.
 
 1. `begin` gives the device all its work: copies of inputs, the model, and copies of outputs into the memory of the batch.
 2. `end` waits until that is done. Then nothing reads the inputs any more.
@@ -94,10 +94,18 @@ class Begun:
     """Of all requests; None if no request has outputs. They are on the host and complete when the batch has ended."""
     room: _Room | None = None
     """Where the outputs are; None: not in the memory of the batch yet."""
+    start: torch.cuda.Event | None = None
+    """An event before its work on the device; None: there is no GPU."""
+    mark: torch.cuda.Event | None = None
+    """An event behind all its work on the device, if another batch may begin before that; else None."""
     failure: Exception | None = None
     """What the model raised for all requests together."""
     errors: dict[int, str] = field(default_factory=dict)
     """Number of a request -> why it has no outputs."""
+
+    def device_s(self) -> float | None:
+        """The seconds for which the device has computed it, if its `mark` has been reached; None: it has none."""
+        return None if self.start is None or self.mark is None else 1e-3 * self.start.elapsed_time(self.mark)
 
     def lose(self) -> None:
         """Give each request an error, because the device is lost."""
@@ -140,6 +148,11 @@ class Computing:
         """Whether the batch in the memory may still begin."""
         return self._arena.may_begin(self._capacity, time.monotonic())
 
+    def begin_early(self, arrived: Arrived) -> Begun:
+        """Begin a batch before the one before it is answered. The server can see it, if the process ends then."""
+        self._arena.begins(self._capacity)
+        return self.begin(arrived)
+
     def begins_at_once(self, arrived: Arrived) -> bool:
         """Whether `begin` neither waits for the device nor runs a user's code."""
         return not (self._waits or self.broken) and self._loaded.replays(self._content(arrived.words).inputs)
@@ -155,6 +168,7 @@ class Computing:
         except RuntimeError as error:  # the device refuses a copy
             batch.failure, self.broken = error, True
             return batch
+        batch.start = self._loaded.mark()
         batch.inputs = [x.detach() for x in views]  # a model may unsqueeze_ its own
         try:
             outputs = self._called(batch, batch.inputs, sum(asked.parts), self._loaded.begin)
@@ -162,6 +176,7 @@ class Computing:
             if batch.room is not None:
                 self._loaded.bring(outputs, batch.room.tensors)
             batch.outputs = outputs if batch.room is None else batch.room.tensors
+            batch.mark = None if batch.room is None else self._loaded.mark()
         except Exception as error:  # noqa: BLE001 (whatever a user's model raises costs its request, and is said)
             batch.failure = error
         return batch
@@ -221,25 +236,26 @@ class Computing:
         """Wait until a batch has ended on the device. If the model raised, compute each of its requests alone."""
         if batch.failure is None:
             try:
-                self._loaded.wait()
+                self._loaded.wait(batch.mark)
                 if batch.room is None and batch.outputs is not None:  # the first ones of these shapes
                     batch.outputs = [x.cpu() for x in batch.outputs]
             except Exception as error:  # noqa: BLE001 (an error of the user's model may come this late)
                 batch.failure = error
         if batch.failure is not None:
-            batch.room = None
+            batch.room = batch.mark = None
             batch.outputs, batch.errors = self._alone(batch, batch.failure)
-        if not self.settled(batch.arrived.fetched) and batch.outputs is not None:
+        if not self.settled(batch.arrived.fetched, batch.mark) and batch.outputs is not None:
             batch.lose()
 
-    def settled(self, fetched: Fetched | None) -> bool:
+    def settled(self, fetched: Fetched | None, mark: torch.cuda.Event | None = None) -> bool:
         """Wait until nothing reads the clients' memory, or that of the batch, any more; return whether the device works.
 
-        Clients may change their memory as soon as they have their answer, and the server may write the next batch.
+        `mark`: as in `Begun`. Clients may change their memory as soon as they have their answer, and the server may write the
+        next batch.
         """
         try:
             if fetched is not None:
-                fetched.end()
+                fetched.end(mark)
         except RuntimeError as error:
             logger.error("the device is lost: %s", error)
             self.broken = True

@@ -65,7 +65,7 @@ class Copies(Protocol):
     def begin(self, copies: Sequence[tuple[int, int, int]]) -> None: ...
     def event(self) -> Any: ...
     def follow(self, event: Any) -> None: ...
-    def wait(self) -> None: ...
+    def wait(self, event: Any = None) -> None: ...
 
 
 class Mapped:
@@ -105,11 +105,14 @@ class Fetched:
         for begin, end in _between(inputs, self.spans):
             self.memory[begin:end].copy_(arena[begin:end], non_blocking=True)
 
-    def end(self) -> None:
-        """Wait until neither a region, nor the memory of the batch or its copy is read any more. Raises RuntimeError."""
+    def end(self, mark: Any = None) -> None:
+        """Wait until neither a region, nor the memory of the batch or its copy is read any more. Raises RuntimeError.
+
+        `mark`: an event behind all that reads them. Otherwise this also waits for what has begun since.
+        """
         try:
             self._follow()  # the batch may not have begun
-            self._copies.wait()
+            self._copies.wait(mark)
         finally:
             self._held.clear()
 

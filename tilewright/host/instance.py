@@ -68,6 +68,7 @@ class Runs(Protocol):
 
     capacity: int
     most: int | None
+    overlapped: bool
 
     @property
     def busy(self) -> bool:
@@ -197,6 +198,8 @@ class Instance:
         """Of batches for a process that has none; and of others, if it takes them, and of regions."""
         self._direct = False
         """Whether the process has a GPU copy large tensors from shared memory."""
+        self.overlapped = False
+        """Whether the next batch had begun, too, when the process ended during one."""
         self._known = set[int]()
         """Numbers of the regions whose files the process has."""
         self._loop = asyncio.get_running_loop()
@@ -317,8 +320,7 @@ class Instance:
         except OSError:
             count = 0
         if not count:
-            self.close()
-            return
+            return self.close()
         data = bytes(memoryview(self._buffer)[:count])
         handed = self._batches.popleft()
         handed.place.used = False
@@ -342,6 +344,7 @@ class Instance:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             os.close(self._pidfd)
+        self.overlapped = any(handed.place.arena.begun(self.capacity) for handed in [*self._batches][1:])
         for place in self._places:
             place.arena.close()
         told: Reply | None = None

@@ -25,7 +25,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from tilewright.host.arena import Arena
@@ -143,20 +143,33 @@ class Intake:
                 self._poll.register(source, select.POLLIN)
             threading.Thread(target=self._receive, args=(ahead,), name="tilewright-intake", daemon=True).start()
 
-    def next(self, *, wait: bool = True) -> Arrived | None:
-        """The next batch. None: the server has closed a channel; without `wait`, also: none has been read yet."""
-        if self._over or (self._ahead is None and not wait):  # with one arena, no batch comes before the last one is answered
+    def next(self, *, within_s: float | None = None) -> Arrived | None:
+        """The next batch. None: the server has closed a channel, or none has been read within so many seconds.
+
+        `within_s` is for the time in which a batch is computed. What comes then is sent ahead.
+        """
+        if self._over:
             return None
+        if within_s is not None:
+            return self._sent_ahead(within_s)
         if self._ahead is None:
             return next(self._batches, None)
-        ready = [source for source, _ in self._poll.poll(None if wait else 0)]
-        if not ready:
-            return None
+        ready = [source for source, _ in self._poll.poll()]
         if self._channel.fileno() in ready:  # older than what was sent ahead, because it is not sent behind a batch
             batch = next(self._batches, None)
         else:
             os.eventfd_read(self._wake)
             batch = self._arrived.get()
+        self._over = batch is None
+        return batch
+
+    def _sent_ahead(self, within_s: float) -> Arrived | None:
+        """The next batch that comes over the second channel within so many seconds, or None."""
+        try:
+            batch = self._arrived.get(timeout=within_s)
+        except Empty:
+            return None
+        os.eventfd_read(self._wake)
         self._over = batch is None
         return batch
 

@@ -69,9 +69,19 @@ class Loaded(NamedTuple):
         for place, x in zip(places, outputs, strict=True):
             place.copy_(x, non_blocking=alone)
 
-    def wait(self) -> None:
-        """Wait until a GPU has done what the current thread has begun."""
-        if self.device.type == "cuda":
+    def mark(self) -> torch.cuda.Event | None:
+        """A timed event behind what the current thread has begun; None: there is no GPU, so that it is done."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self, mark: torch.cuda.Event | None = None) -> None:
+        """Wait until a GPU has done what the current thread has begun, or what it had begun at a mark."""
+        if mark is not None:
+            mark.synchronize()
+        elif self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def replays(self, inputs: list[Tensor]) -> bool:

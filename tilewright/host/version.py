@@ -10,13 +10,15 @@ What a broken model costs, and whom:
 | its process dies, or a batch hangs  | an error    | computed again, alone | is replaced; its circuit is open while no    |
 |                                     |             |                       | other process of it lives                    |
 
-A request is tried a second time only if it shared its batch: a request that kills two processes is the cause.
+A request is tried a second time only if it shared its batch, or if the next batch had begun: a request that kills two processes
+is the cause.
 
 If a model with large inputs has a single instance, this gets its next batch while it computes one, provided that the batcher is
-certain of it (`take_ahead`). A batch behind another one has not begun. It is recalled if a more urgent request arrives or if
-nobody waits for it any more; its requests then return to their places in the queue, as they do if the process is lost before
-their turn. After a recall, and if the last batch failed, the next one waits until the instance is free. With several instances,
-which overlap in any case, no batch is sent ahead: it could not go to the one that is free first.
+certain of it (`take_ahead`). A batch behind another one begins shortly before that ends, or when that is answered (turns.py).
+Until then it is recalled if a more urgent request arrives or if nobody waits for it any more; its requests return to their
+places in the queue, as they do if the process is lost before their turn. After a recall, and if the last batch failed, the next
+one waits until the instance is free. With several instances, which overlap in any case, no batch is sent ahead: it could not go
+to the one that is free first.
 """
 
 import asyncio
@@ -158,6 +160,7 @@ class Version(Entry):
         def done(reply: Reply | None) -> None:
             run.over = True
             self._running -= count
+            to_blame = count == 1 and not (reply is None and instance.overlapped)
             if run is self._behind:
                 self._behind = None
             elif run.late is not None:
@@ -166,7 +169,7 @@ class Version(Entry):
                 self._begins(instance, self._behind)
             try:
                 if reply is None:
-                    self._lost(instance, batch)
+                    self._lost(instance, batch, to_blame=to_blame)
                 elif reply is RECALLED:
                     self._returned(batch)
                 else:
@@ -199,9 +202,10 @@ class Version(Entry):
 
     def _finished(self, instance: Runs, run: Run, reply: Reply) -> None:
         batch, ended_s = run.batch, time.monotonic()
-        if len(self._batcher) and not (instance.busy or reply.errors or self._failures) and may_be_kept(reply):
+        gets_next = instance.room or not instance.busy
+        if len(self._batcher) and gets_next and not (reply.errors or self._failures) and may_be_kept(reply):
             reply = kept(reply)
-            self._pump()  # the model computes its next batch while the answers are made
+            self._pump()  # the model has its next batch while the answers are made
         self.answers_one = batch.requests == 1
         run.tell(reply, ended_s, self.label, self.signature, self.stats)
         self._batcher.took(batch, ended_s - run.began_s)
@@ -242,12 +246,14 @@ class Version(Entry):
         logger.error("%s: a batch ran for more than %g s; its process is killed", self.label, self.config.batch_timeout_s)
         instance.close()
 
-    def _lost(self, instance: Runs, batch: Batch) -> None:
-        """Handle a batch whose instance died: its requests are tried again, each alone; a request that was alone fails."""
-        several = batch.requests > 1
+    def _lost(self, instance: Runs, batch: Batch, *, to_blame: bool) -> None:
+        """Handle a batch whose instance died: its requests are tried again, each alone.
+
+        `to_blame`: it had a single request, which fails because no other can be the cause.
+        """
         for item in chain.from_iterable(map(singly, batch.items)):
             waiting: Waiting = item.payload
-            if not several or waiting.tried or self.closed:
+            if to_blame or waiting.tried or self.closed:
                 why = f"{self.label}: its process died, or hung and was killed, while it computed this request"
                 fail(item, Failed(why), self.stats)
             elif not waiting.done():

@@ -11,11 +11,9 @@ again.
 If "direct" is true, the process has its GPU copy large inputs in shared memory (direct.py). Their batch is then laid out on the
 device, and what the processor has read is added to it there.
 
-Batches are answered in the order in which they arrive; with two arenas, the second may arrive while the first is computed. An
-arena contains the time until which its batch may begin. A batch that cannot begin in time is answered by NOT_BEGUN only.
-
-A batch begins when the one before it has ended on the device. If it is there then, and the model is a CUDA graph that is only
-replayed, it begins before the answer to the one before is made, so that the device works meanwhile (computing.py).
+Batches are answered in the order in which they arrive; with two arenas, the second may arrive while the first is computed, and
+begin before it is answered (turns.py). An arena contains the time until which its batch may begin. A batch that cannot begin in
+time is answered by NOT_BEGUN only.
 
 If a batch of several requests fails, each of them is computed alone, so that the input of one client does not cost the others
 their answers. If the model returns a NaN for finite inputs, this is an error of that request, unless the config allows it. The
@@ -26,22 +24,22 @@ import json
 import logging
 import os
 import socket
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewright.host.arena import ALIGN, NOT_BEGUN, TRAFFIC, Arena, aligned
-from tilewright.host.computing import Begun, Computing, sentence
+from tilewright.host.arena import ALIGN, Arena, aligned
+from tilewright.host.computing import Computing, sentence
 from tilewright.host.config import ModelConfig
 from tilewright.host.direct import MIN_BYTES, Copies, Direct
-from tilewright.host.intake import MAX_PACKET, Arrived, Intake
+from tilewright.host.intake import MAX_PACKET, Intake
 from tilewright.host.loaded import Loaded, load
 from tilewright.host.regions import INLINE_BYTES
 from tilewright.host.tensors import DATATYPES, byte_size
+from tilewright.host.turns import Turns
 from tilewright.hw.copies import HostCopies
 
 __all__ = ["main"]
@@ -75,43 +73,7 @@ def main(channel: socket.socket) -> None:
     direct = _direct(loaded, config, len(arenas), capacity)
     said = {"signature": loaded.signature.json(), "bytes": arenas[0].size, "capacity": capacity, "most": loaded.most}
     ahead = _ready(channel, {**said, "direct": direct is not None}, arenas)
-    _serve(channel, Intake(channel, ahead, arenas, capacity, direct), places, direct)
-
-
-def _serve(channel: socket.socket, intake: Intake, places: Sequence[Computing], direct: Direct | None) -> None:
-    """Answer batches, until the server closes the channel or the device is lost."""
-    behind: Arrived | None = None
-    while (arrived := behind or intake.next()) is not None:
-        behind, place = None, places[arrived.arena]
-        batch = place.begin(arrived) if place.may_begin() else None
-        if batch is None:
-            place.settled(arrived.fetched)
-            channel.send(NOT_BEGUN)
-        while batch is not None:
-            place.end(batch)
-            behind = None if place.broken else intake.next(wait=False)
-            after = None if behind is None else _begun_at_once(places[behind.arena], behind)
-            _answer(channel, place, batch, direct)
-            if place.broken:
-                return
-            batch = after
-            if batch is not None:
-                place, behind = places[batch.arrived.arena], None
-                batch.since_s = time.perf_counter()  # the time before counts for the other batch
-        if place.broken:
-            return
-
-
-def _begun_at_once(place: Computing, arrived: Arrived) -> Begun | None:
-    """A batch, begun before the one before it is answered; None: it has to wait for that."""
-    return place.begin(arrived) if place.begins_at_once(arrived) and place.may_begin() else None
-
-
-def _answer(channel: socket.socket, place: Computing, batch: Begun, direct: Direct | None) -> None:
-    """Send the answer to a batch that has ended."""
-    words, fetched = place.answer(batch), batch.arrived.fetched
-    traffic = 0 if fetched is None else fetched.nbytes, batch.arrived.read, 0 if direct is None else direct.locked_bytes
-    channel.send(TRAFFIC.pack(*traffic) + words)
+    Turns(channel, Intake(channel, ahead, arenas, capacity, direct), places, direct).run()
 
 
 def _copies(device: torch.device) -> Copies | None:

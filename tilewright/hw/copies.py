@@ -118,6 +118,6 @@ class HostCopies:
         """Let the current stream wait for an event."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
-    def wait(self) -> None:
-        """Wait until the current stream has done all its work."""
-        torch.cuda.current_stream(self.device).synchronize()
+    def wait(self, event: torch.cuda.Event | None = None) -> None:
+        """Wait for an event, or until the current stream has done all its work."""
+        (torch.cuda.current_stream(self.device) if event is None else event).synchronize()
