@@ -105,7 +105,12 @@ class Begun:
 
     def device_s(self) -> float | None:
         """The seconds for which the device has computed it, if its `mark` has been reached; None: it has none."""
-        return None if self.start is None or self.mark is None else 1e-3 * self.start.elapsed_time(self.mark)
+        if self.start is None or self.mark is None:
+            return None
+        try:
+            return 1e-3 * self.start.elapsed_time(self.mark)
+        except RuntimeError:  # a batch behind this one has cost the device; that one's end will say so
+            return None
 
     def lose(self) -> None:
         """Give each request an error, because the device is lost."""

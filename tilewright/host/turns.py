@@ -68,13 +68,15 @@ class Turns:
         if place.broken and after is not None:
             return None
         ended_s = time.perf_counter()
-        self._expect(batch)
         if after is None and not place.broken:
             after = self._begun_at_once()
         self._answer(place, batch)
+        if place.broken:
+            return None
+        self._expect(batch)
         if after is not None:
             after.since_s = ended_s  # the time before counts for the other batch
-        return None if place.broken else after
+        return after
 
     def _near_end(self, batch: Begun) -> Begun | None:
         """Wait until a batch is near its end; begin the one behind it, if that is there by then."""
