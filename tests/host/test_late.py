@@ -82,6 +82,7 @@ def expecting(one: Process, monkeypatch: pytest.MonkeyPatch, seconds: float, *, 
     """Have the process expect that its batches take so long."""
     monkeypatch.setattr(turns, "LEAD_S", lead_s)
     monkeypatch.setattr(one.turns, "_expected_s", lambda batch: seconds)
+    one.turns._followed = True
 
 
 def wait_for(one: Process, *log: str) -> None:
@@ -168,6 +169,23 @@ def test_a_batch_that_begins_early_and_fails_costs_the_one_before_nothing(
     one.gpu.finish()
     assert one.answer() == ([2], {})
     assert one.answer() == ([10, 0], {"1": "the model raised RuntimeError: a poisoned row"})
+
+
+def test_batches_are_timed_only_where_one_follows_another(process: Makes, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = process()
+    marks, mark = list[str](), one.places[0]._loaded.mark
+    monkeypatch.setattr(type(one.places[0]._loaded), "mark", lambda _: (marks.append("mark"), mark())[1])
+    for _ in range(2):
+        one.send(1)
+        one.gpu.waits.wait(20)
+        one.gpu.finish()
+        assert one.answer() == ([2], {})
+    assert not marks
+    one.log.clear()
+    two_there(one, [1], [2])
+    assert both_answered(one) == ([2], [4])
+    assert one.log == BEHIND
+    assert len(marks) == 2, "around the second, which began before the first was answered"
 
 
 def test_what_is_expected_of_a_batch(process: Makes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ class Begun:
     room: _Room | None = None
     """Where the outputs are; None: not in the memory of the batch yet."""
     start: torch.cuda.Event | None = None
-    """An event before its work on the device; None: there is no GPU."""
+    """An event before its work on the device, if it is marked and there is a GPU; else None."""
     mark: torch.cuda.Event | None = None
     """An event behind all its work on the device, if another batch may begin before that; else None."""
     failure: Exception | None = None
@@ -156,7 +156,7 @@ class Computing:
     def begin_early(self, arrived: Arrived) -> Begun:
         """Begin a batch before the one before it is answered. The server can see it, if the process ends then."""
         self._arena.begins(self._capacity)
-        return self.begin(arrived)
+        return self.begin(arrived, marked=True)
 
     def begins_at_once(self, arrived: Arrived) -> bool:
         """Whether `begin` neither waits for the device nor runs a user's code."""
@@ -164,8 +164,11 @@ class Computing:
 
     # ---- a batch is begun
 
-    def begin(self, arrived: Arrived) -> Begun:
-        """Begin a batch. What goes wrong is handled when it has ended."""
+    def begin(self, arrived: Arrived, *, marked: bool) -> Begun:
+        """Begin a batch. What goes wrong is handled when it has ended.
+
+        `marked`: with events around its work on the device, so that another one may begin before it has ended.
+        """
         asked, fetched = self._content(arrived.words), arrived.fetched
         batch = Begun(arrived, asked.parts, time.perf_counter())
         try:
@@ -173,7 +176,7 @@ class Computing:
         except RuntimeError as error:  # the device refuses a copy
             batch.failure, self.broken = error, True
             return batch
-        batch.start = self._loaded.mark()
+        batch.start = self._loaded.mark() if marked else None
         batch.inputs = [x.detach() for x in views]  # a model may unsqueeze_ its own
         try:
             outputs = self._called(batch, batch.inputs, sum(asked.parts), self._loaded.begin)
@@ -181,7 +184,7 @@ class Computing:
             if batch.room is not None:
                 self._loaded.bring(outputs, batch.room.tensors)
             batch.outputs = outputs if batch.room is None else batch.room.tensors
-            batch.mark = None if batch.room is None else self._loaded.mark()
+            batch.mark = self._loaded.mark() if marked and batch.room is not None else None
         except Exception as error:  # noqa: BLE001 (whatever a user's model raises costs its request, and is said)
             batch.failure = error
         return batch

@@ -5,6 +5,9 @@ is there, the process begins it LEAD_S before the one on the device is expected 
 sooner, because until then the server may recall the batch, and give its place to more urgent requests. A batch that comes
 later begins when the one before it has ended, before that one is answered. Other models begin a batch after that answer.
 
+As long as requests come one by one, nothing is timed and nothing begins early: that starts with the batch after the first one
+that had another one behind it.
+
 A batch that costs the device is the cause of the loss of the one before it, if that was still on the device. Then neither is
 answered: the process ends, and the server has a new one compute their requests.
 """
@@ -44,6 +47,8 @@ class Turns:
         self._channel, self._intake, self._places, self._direct = channel, intake, places, direct
         self._behind: Arrived | None = None
         """A batch that has arrived and has not begun."""
+        self._followed = False
+        """Whether the last batch had another one behind it when it ended; then the next one will probably have one, too."""
         self._durations = dict[bytes, float]()
         """A batch's words -> the seconds for which the device is expected to compute such a batch."""
 
@@ -51,7 +56,7 @@ class Turns:
         """Answer batches."""
         while (arrived := self._behind or self._intake.next()) is not None:
             self._behind, place = None, self._places[arrived.arena]
-            batch = place.begin(arrived) if place.may_begin() else None
+            batch = place.begin(arrived, marked=self._followed) if place.may_begin() else None
             if batch is None:
                 place.settled(arrived.fetched)
                 self._channel.send(NOT_BEGUN)
@@ -70,6 +75,7 @@ class Turns:
         ended_s = time.perf_counter()
         if after is None and not place.broken:
             after = self._begun_at_once()
+        self._followed = after is not None or self._behind is not None
         self._answer(place, batch)
         if place.broken:
             return None
