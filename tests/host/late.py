@@ -27,6 +27,8 @@ CAPACITY = 4 * WIDTH * 8
 SIGNATURE = Signature((TensorSpec("x", "FP32", (-1, WIDTH)),), (TensorSpec("output", "FP32", (-1, WIDTH)),), True)
 STEPS = 2
 """Steps of a batch: it is computed, and its outputs are copied."""
+BEHIND = ["begin 1", "end 1", "begin 2", "answer", "end 2", "answer"]
+"""What happens if the second batch is there when the first one ends."""
 LOST = "CUDA error: an illegal memory access was encountered"
 
 
@@ -250,7 +252,7 @@ class Process:
 
     def recall(self) -> None:
         """Recall the last batch."""
-        self.arenas[self.sent[-1][0]].begin_by(CAPACITY, 0.0)
+        self.arenas[self.sent[-1][0]].recall(CAPACITY)
 
     def answer(self) -> Any:
         """The next answer: (first number of each row, errors); None: the batch was not begun."""
@@ -278,3 +280,43 @@ class Process:
         self.channel.close()
         self.ahead.close()
         assert self.ended()
+
+
+class Makes:
+    """Makes processes, and ends them after the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self._monkeypatch, self.made = monkeypatch, list[Process]()
+
+    def __call__(self, *, at_once: bool = True, warm: bool = True, **config: Any) -> Process:
+        """`warm`: it has computed a batch in each memory, so that the places of outputs are known."""
+        found = Process(self._monkeypatch, Late.on(Gpu(), at_once=at_once), **config)
+        self.made.append(found)
+        if warm:
+            two_there(found, [8], [9])
+            assert both_answered(found) == ([16], [18])
+            found.log.clear()
+        return found
+
+
+def two_there(
+    one: Process, first: list[float], second: list[float], parts: list[int] | None = None, parts_behind: list[int] | None = None
+) -> None:
+    """A batch is begun, and another one is behind it. `parts`: rows of the requests of each."""
+    one.send(*first, parts=parts)
+    assert one.gpu.waits.wait(20)
+    one.send(*second, parts=parts_behind, behind=True)
+    one.arrived()
+
+
+def both_answered(one: Process) -> tuple[list[float], list[float]]:
+    """The outputs of two batches that are there."""
+    one.gpu.waits.clear()
+    one.gpu.finish()
+    found, errors = one.answer()
+    assert not errors
+    assert one.gpu.waits.wait(20)
+    one.gpu.finish()
+    other, errors = one.answer()
+    assert not errors
+    return found, other

@@ -1,13 +1,7 @@
-"""The next batch begins on a GPU shortly before the one before it has ended. The GPU is a stand-in (late.py).
-
-The stand-in computes a batch in 2 ms by its own clock, which is less than these tests take to send the next one. They use
-`expecting` for longer ones.
-"""
+"""The next batch begins on a GPU when the one before it has ended, before that is answered. The GPU is a stand-in (late.py)."""
 
 import random
 import threading
-import time
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, cast
 
@@ -15,189 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.host.late import CAPACITY, LOST, SIGNATURE, WIDTH, Gpu, Late, Process
+from tests.host.late import BEHIND, LOST, SIGNATURE, WIDTH, Makes, both_answered, two_there
 from tilewright.fuse import optimize
-from tilewright.host import turns
-from tilewright.host.computing import Begun
 from tilewright.host.exported import Exported
-from tilewright.host.intake import Arrived
 from tilewright.host.loaded import Loaded, _Renamed
 
-EARLY = ["begin 1", "begin 2", "end 1", "answer", "end 2", "answer"]
-"""What happens if the second batch is there when the first one is about to end."""
-BEHIND = ["begin 1", "end 1", "begin 2", "answer", "end 2", "answer"]
-"""What happens if the second batch is there when the first one ends."""
 ONE_BY_ONE = ["begin 1", "end 1", "answer", "begin 2", "end 2", "answer"]
-
-
-class Makes:
-    """Makes processes, and ends them after the test."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self._monkeypatch, self.made = monkeypatch, list[Process]()
-
-    def __call__(self, *, at_once: bool = True, warm: bool = True, **config: Any) -> Process:
-        """`warm`: it has computed a batch in each memory, so that the places of outputs are known."""
-        found = Process(self._monkeypatch, Late.on(Gpu(), at_once=at_once), **config)
-        self.made.append(found)
-        if warm:
-            two_there(found, [8], [9])
-            assert both_answered(found) == ([16], [18])
-            found.log.clear()
-        return found
-
-
-@pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Makes]:
-    makes = Makes(monkeypatch)
-    yield makes
-    for one in makes.made:
-        one.close()
-
-
-def two_there(
-    one: Process, first: list[float], second: list[float], parts: list[int] | None = None, parts_behind: list[int] | None = None
-) -> None:
-    """A batch is begun, and another one is behind it. `parts`: rows of the requests of each."""
-    one.send(*first, parts=parts)
-    assert one.gpu.waits.wait(20)
-    one.send(*second, parts=parts_behind, behind=True)
-    one.arrived()
-
-
-def both_answered(one: Process) -> tuple[list[float], list[float]]:
-    """The outputs of two batches that are there."""
-    one.gpu.waits.clear()
-    one.gpu.finish()
-    found, errors = one.answer()
-    assert not errors
-    assert one.gpu.waits.wait(20)
-    one.gpu.finish()
-    other, errors = one.answer()
-    assert not errors
-    return found, other
-
-
-def expecting(one: Process, monkeypatch: pytest.MonkeyPatch, seconds: float, *, lead_s: float = turns.LEAD_S) -> None:
-    """Have the process expect that its batches take so long."""
-    monkeypatch.setattr(turns, "LEAD_S", lead_s)
-    monkeypatch.setattr(one.turns, "_expected_s", lambda batch: seconds)
-    one.turns._followed = True
-
-
-def wait_for(one: Process, *log: str) -> None:
-    """Wait until this has happened."""
-    end_s = time.monotonic() + 20
-    while tuple(one.log) != log:
-        assert time.monotonic() < end_s, one.log
-        time.sleep(0.001)
-
-
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "outputs for the first time"])
-def test_the_next_batch_begins_when_the_one_before_it_is_about_to_end(
-    process: Makes, monkeypatch: pytest.MonkeyPatch, warm: bool
-) -> None:
-    one = process(warm=warm)
-    expecting(one, monkeypatch, 2.0, lead_s=2.0)
-    one.send(1)
-    wait_for(one, "begin 1")
-    one.send(2, behind=True)
-    if not warm:  # the outputs of the second would overwrite those of the first, which have no other place yet
-        one.arrived()
-        assert one.log == ["begin 1"]
-        assert both_answered(one) == ([2], [4])
-        assert one.log == BEHIND
-        return
-    wait_for(one, "begin 1", "begin 2")
-    one.gpu.finish(batches=1)
-    assert one.answer() == ([2], {})
-    one.send(6, behind=True)  # in the first memory, while the second is computed
-    wait_for(one, *EARLY[:4], "begin 6")
-    one.gpu.finish(batches=1)
-    assert one.answer() == ([4], {})
-    one.gpu.finish()
-    assert one.answer() == ([12], {})
-    assert one.log == [*EARLY[:4], "begin 6", *EARLY[4:], "end 6", "answer"]
-
-
-def test_the_next_batch_does_not_begin_long_before_the_end(process: Makes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then it can be recalled."""
-    one = process()
-    expecting(one, monkeypatch, 0.3)
-    began_s = time.monotonic()
-    one.send(1)
-    wait_for(one, "begin 1")
-    one.send(2, behind=True)
-    wait_for(one, "begin 1", "begin 2")
-    assert time.monotonic() - began_s > 0.25
-    one.gpu.finish()
-    assert [one.answer(), one.answer()] == [([2], {}), ([4], {})]
-    one.log.clear()
-    one.send(1)
-    wait_for(one, "begin 1")
-    one.send(2, behind=True)
-    one.arrived()
-    one.recall()
-    one.gpu.finish()
-    assert [one.answer(), one.answer()] == [([2], {}), None]
-    assert one.log[-2:] == ["answer", "not begun"]
-
-
-def test_who_shares_the_device_with_a_batch_that_costs_it_is_not_answered(
-    process: Makes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server has both computed again."""
-    one = process()
-    expecting(one, monkeypatch, 2.0, lead_s=2.0)
-    one.send(1)
-    wait_for(one, "begin 1")
-    one.send(-2, behind=True)
-    assert one.ended()
-    assert one.log == ["begin 1", "begin -2"]
-    assert one.arenas[1].begun(CAPACITY)
-
-
-def test_a_batch_that_begins_early_and_fails_costs_the_one_before_nothing(
-    process: Makes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = process()
-    expecting(one, monkeypatch, 2.0, lead_s=2.0)
-    one.send(1)
-    wait_for(one, "begin 1")
-    one.send(5, -1, parts=[1, 1], behind=True)
-    wait_for(one, "begin 1", "begin 5")
-    one.gpu.finish()
-    assert one.answer() == ([2], {})
-    assert one.answer() == ([10, 0], {"1": "the model raised RuntimeError: a poisoned row"})
-
-
-def test_batches_are_timed_only_where_one_follows_another(process: Makes, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = process()
-    marks, mark = list[str](), one.places[0]._loaded.mark
-    monkeypatch.setattr(type(one.places[0]._loaded), "mark", lambda _: (marks.append("mark"), mark())[1])
-    for _ in range(2):
-        one.send(1)
-        one.gpu.waits.wait(20)
-        one.gpu.finish()
-        assert one.answer() == ([2], {})
-    assert not marks
-    one.log.clear()
-    two_there(one, [1], [2])
-    assert both_answered(one) == ([2], [4])
-    assert one.log == BEHIND
-    assert len(marks) == 2, "around the second, which began before the first was answered"
-
-
-def test_what_is_expected_of_a_batch(process: Makes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least time that such a batch took; it rises slowly if all take longer."""
-    one = process()
-    batch, other = (Begun(Arrived(0, words, {}, None, 0), [1], 0.0) for words in (b"1", b"2"))
-    for seconds in (3.0, 2.0, 4.0):
-        monkeypatch.setattr(Begun, "device_s", lambda _, seconds=seconds: seconds)
-        one.turns._expect(batch)
-    one.turns._expect(other)
-    assert one.turns._durations[b"1"] == pytest.approx(2.2)
-    assert one.turns._durations[b"2"] == 4.0
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "outputs for the first time"])

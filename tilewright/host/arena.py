@@ -22,8 +22,6 @@ SECONDS = struct.Struct("<d")
 """The seconds that a batch took, which come before the text of a reply; without them, equal batches have equal replies."""
 TRAFFIC = struct.Struct("<3q")
 """A `Traffic`, which comes before the seconds."""
-_BEGUN_S = -1.0
-"""Stands in place of the time until which a batch may begin, if it has begun before the one before it has ended."""
 NOT_BEGUN = b"-"
 """The answer to a batch that could not begin in time."""
 
@@ -75,11 +73,13 @@ class Arena:
         self.view = memoryview(self._map)
 
     def begin_by(self, at: int, until_s: float = inf) -> None:
-        """Write at offset `at` the time until which the batch may begin, by `time.monotonic`; 0 recalls the batch.
-
-        All processes share this clock.
-        """
+        """Write at offset `at` the time until which a new batch may begin, by `time.monotonic`, which processes share."""
         SECONDS.pack_into(self.view, at, until_s)
+        self.view[at + SECONDS.size] = 0
+
+    def recall(self, at: int) -> None:
+        """The batch may not begin any more. It may have begun."""
+        SECONDS.pack_into(self.view, at, 0.0)
 
     def may_begin(self, at: int, now_s: float) -> bool:
         """Whether the batch may still begin."""
@@ -87,11 +87,11 @@ class Arena:
 
     def begins(self, at: int) -> None:
         """Note that the batch begins although the one before it has not ended, or was not answered."""
-        SECONDS.pack_into(self.view, at, _BEGUN_S)
+        self.view[at + SECONDS.size] = 1
 
     def begun(self, at: int) -> bool:
-        """Whether this was noted, and the batch was not recalled since."""
-        return SECONDS.unpack_from(self.view, at)[0] == _BEGUN_S
+        """Whether this was noted."""
+        return bool(self.view[at + SECONDS.size])
 
     def close(self) -> None:
         """Close the descriptor; the memory is freed when its last user closes it."""

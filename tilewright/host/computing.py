@@ -176,9 +176,9 @@ class Computing:
         except RuntimeError as error:  # the device refuses a copy
             batch.failure, self.broken = error, True
             return batch
-        batch.start = self._loaded.mark() if marked else None
         batch.inputs = [x.detach() for x in views]  # a model may unsqueeze_ its own
         try:
+            batch.start = self._loaded.mark() if marked else None
             outputs = self._called(batch, batch.inputs, sum(asked.parts), self._loaded.begin)
             batch.room = self._rooms.get(_kind(outputs))
             if batch.room is not None:

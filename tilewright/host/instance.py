@@ -310,7 +310,7 @@ class Instance:
     def recall(self) -> None:
         """Do not begin the batch behind the one that runs; its `done` is told, by RECALLED unless it has begun."""
         if len(self._batches) > 1:
-            self._batches[1].place.arena.begin_by(self.capacity, 0.0)
+            self._batches[1].place.arena.recall(self.capacity)
 
     def _answered(self) -> None:
         try:

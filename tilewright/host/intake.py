@@ -25,7 +25,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import NamedTuple
 
 from tilewright.host.arena import Arena
@@ -132,8 +132,8 @@ class Intake:
         self._shared = threading.Condition()
         """Notified when a region is there."""
         self._batches = self._arriving(channel)
-        self._arrived = SimpleQueue[Arrived | None]()
-        """What came over the second channel; None: it is closed."""
+        self._arrived = Queue[Arrived | None]()
+        """What came over the second channel; None: it is closed. (A `SimpleQueue` waits for ever after some short timeouts.)"""
         self._wake, self._poll = os.eventfd(0, os.EFD_SEMAPHORE), select.poll()
         """Counts what is in the queue; waits for it and for the first channel."""
         self._over = False

@@ -116,7 +116,7 @@ class Turns:
         if seconds is None:
             return
         known = self._durations.get(words, seconds)
-        if len(self._durations) >= MAX_KEPT:
+        if len(self._durations) >= MAX_KEPT and words not in self._durations:
             self._durations.clear()
         self._durations[words] = min(seconds, known + RISE * (seconds - known))
 
