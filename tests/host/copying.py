@@ -74,6 +74,8 @@ class StandIn:
             self._pending.append(Copies(copies, room))
 
     def event(self) -> list[Copies]:
+        if "event" in self.refuses:
+            raise RuntimeError("event is refused")
         return list(self._pending)
 
     def follow(self, event: list[Copies]) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from tilewright.host.config import ModelConfig
 from tilewright.host.forking import LoadFailed
-from tilewright.host.instance import RECALLED, Done, Reply
 from tilewright.host.regions import Part, Read, read_all
+from tilewright.host.runs import RECALLED, Done, Reply
 from tilewright.host.tensors import Signature, TensorSpec, Wire
 
 SIGNATURE = Signature((TensorSpec("x", "FP32", (-1, 4)),), (TensorSpec("y", "FP32", (-1, 4)),), True)
@@ -41,7 +41,8 @@ class Fake:
         self.batches: list[list[int]] = []
         """Rows of the requests of each batch that was begun."""
         self.handed: list[list[int]] = []
-        self.capacity, self.most, self.overlapped = 1 << 20, None, False
+        self.capacity, self.most, self.blameless = 1 << 20, None, False
+        self.on_end: Callable[[], object] = lambda: None
         self._waiting = deque[tuple[Sequence[int], Sequence[Sequence[Wire]], Done, float]]()
         self._recalled = False
 
@@ -109,6 +110,8 @@ class Fake:
         while self._waiting:
             self._waiting.popleft()[2](told)
             told = RECALLED
+        on_end, self.on_end = self.on_end, lambda: None
+        on_end()
 
 
 def _array(wire: Wire, number: int, unread: dict[int, str]) -> np.ndarray:

@@ -122,17 +122,17 @@ def test_a_batch_behind_one_that_loses_the_process_is_computed_by_the_next(value
     assert [1, 1] in [batch for fake in makes.made[1:] for batch in fake.batches], "those behind are not to blame"
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_a_request_that_is_alone_when_the_process_ends_is_to_blame_unless_the_next_batch_had_begun(overlapped: bool) -> None:
+@pytest.mark.parametrize("blameless", [False, True])
+def test_a_request_that_is_alone_when_the_process_ends_is_to_blame_unless_another_one_may_be(blameless: bool) -> None:
     makes = Makes(double, 0.05, places=2)
 
     async def test(host: Host) -> None:
         asked: list[Asked] = [asyncio.ensure_future(ask(host, value)) for value in (1, 2)]
         await until(lambda: bool(makes.made) and len(makes.made[0].handed) == 2)
-        makes.made[0].overlapped = overlapped
+        makes.made[0].blameless = blameless
         makes.made[0].close()
         found = values(await asyncio.gather(*asked, return_exceptions=True))
-        assert found == [2 if overlapped else Failed, 4]
+        assert found == [2 if blameless else Failed, 4]
 
     served(makes, test, max_batch=1)
 

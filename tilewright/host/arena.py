@@ -86,7 +86,7 @@ class Arena:
         return now_s < SECONDS.unpack_from(self.view, at)[0]
 
     def begins(self, at: int) -> None:
-        """Note that the batch begins although the one before it has not ended, or was not answered."""
+        """Note that the batch begins."""
         self.view[at + SECONDS.size] = 1
 
     def begun(self, at: int) -> bool:

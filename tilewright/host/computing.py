@@ -153,11 +153,6 @@ class Computing:
         """Whether the batch in the memory may still begin."""
         return self._arena.may_begin(self._capacity, time.monotonic())
 
-    def begin_early(self, arrived: Arrived) -> Begun:
-        """Begin a batch before the one before it is answered. The server can see it, if the process ends then."""
-        self._arena.begins(self._capacity)
-        return self.begin(arrived, marked=True)
-
     def begins_at_once(self, arrived: Arrived) -> bool:
         """Whether `begin` neither waits for the device nor runs a user's code."""
         return not (self._waits or self.broken) and self._loaded.replays(self._content(arrived.words).inputs)
@@ -165,10 +160,11 @@ class Computing:
     # ---- a batch is begun
 
     def begin(self, arrived: Arrived, *, marked: bool) -> Begun:
-        """Begin a batch. What goes wrong is handled when it has ended.
+        """Begin a batch, which the server sees if the process ends. What else goes wrong is handled when the batch has ended.
 
         `marked`: with events around its work on the device, so that another one may begin before it has ended.
         """
+        self._arena.begins(self._capacity)
         asked, fetched = self._content(arrived.words), arrived.fetched
         batch = Begun(arrived, asked.parts, time.perf_counter())
         try:

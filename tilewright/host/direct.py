@@ -46,7 +46,7 @@ TOGETHER, TOGETHER_BYTES = 16, 4 << 20
 """Copies are begun together for so many tensors, or for so many bytes."""
 SETTLED_NS = 10**8
 """Age from which on the time of a file's last change tells it from later ones: the clock of files ticks every 10 ms."""
-MAX_CHECKED = 1 << 12
+MAX_CHECKED = 1 << 8
 """Number of places of a region that are known to have their pages."""
 MAX_LOCKS = 3
 """How often a region is locked whose file gets other pages again and again."""
@@ -386,4 +386,9 @@ class Gathering:
             self._begin()
         if self._room is None or self._failed or not self._spans:
             return None
-        return Fetched(self._room, self._spans, self._held, self._copies, self._copies.event())
+        try:
+            event = self._copies.event()
+        except RuntimeError as error:
+            self._direct.fails(error)
+            return None
+        return Fetched(self._room, self._spans, self._held, self._copies, event)

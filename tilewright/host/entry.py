@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from tilewright.host.batcher import Batcher, Full, Item
 from tilewright.host.circuit import Circuit
 from tilewright.host.errors import HostError, Overloaded, Unavailable
-from tilewright.host.instance import Runs
 from tilewright.host.running import Run
+from tilewright.host.runs import Runs
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire
 from tilewright.host.waiting import Ask, Awaited, Group, Plan, Plans, Waiting, WithCallback, fail

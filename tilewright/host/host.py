@@ -19,12 +19,13 @@ from tilewright.host.compare import differs
 from tilewright.host.config import ModelConfig, check_name
 from tilewright.host.errors import HostError, NotFound, Refused, Unavailable
 from tilewright.host.forking import Nursery
-from tilewright.host.instance import Instance, Runs
+from tilewright.host.instance import Instance
 from tilewright.host.loading import RETRY_S, Loading
 from tilewright.host.model import Answer, Model, Source
 from tilewright.host.pipeline import Pipeline, signature_of
 from tilewright.host.regions import Part
 from tilewright.host.repository import Found, Repository
+from tilewright.host.runs import Runs
 from tilewright.host.sequences import Sequences, outer
 from tilewright.host.tensors import Signature, Wire
 from tilewright.host.version import Ask, Version

@@ -17,15 +17,14 @@ import signal
 import socket
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from math import inf
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from tilewright.host.arena import NO_TRAFFIC, NOT_BEGUN, SECONDS, TRAFFIC, Arena, Traffic, aligned
+from tilewright.host.arena import NOT_BEGUN, SECONDS, TRAFFIC, Arena, Traffic, aligned
 from tilewright.host.channel import Channel
 from tilewright.host.config import ModelConfig
 from tilewright.host.direct import MIN_BYTES
@@ -33,64 +32,16 @@ from tilewright.host.errors import Refused
 from tilewright.host.forking import LoadFailed, Nursery
 from tilewright.host.intake import FORGET, MAX_PACKET, SHARED, Reads, packets
 from tilewright.host.regions import INLINE_BYTES, Part, Region
+from tilewright.host.runs import RECALLED, Done, Reply
 from tilewright.host.tensors import Signature, Wire, byte_size
 
-__all__ = ["RECALLED", "Done", "Instance", "Reply", "Runs"]
+__all__ = ["Instance"]
 
 MAX_KEPT = 256
 """Number of messages that are kept so that they need not be written or parsed again."""
 
 K = TypeVar("K")
 V = TypeVar("V")
-
-
-class Reply(NamedTuple):
-    """The result of a batch. `outputs` are views of shared memory, valid until the called function has returned."""
-
-    outputs: tuple[Wire, ...]
-    """Outputs of all requests together, in the signature's order; () if no request has an answer."""
-    errors: dict[int, str]
-    """Number of a request in the batch -> why it has no answer."""
-    seconds: float
-    unread: Mapping[int, str] = MappingProxyType({})
-    """Number of a request -> why its inputs could not be read from the shared memory that it names."""
-    traffic: Traffic = NO_TRAFFIC
-
-
-RECALLED = Reply((), {}, 0.0)
-"""The result of a batch that was never begun: it was recalled, its time was over, or the instance ended before."""
-Done = Callable[[Reply | None], None]
-"""Called once with the result of a batch; None: the instance ended during this batch."""
-
-
-class Runs(Protocol):
-    """Computes batches: a process, or another object in tests."""
-
-    capacity: int
-    most: int | None
-    overlapped: bool
-
-    @property
-    def busy(self) -> bool:
-        """Whether it has a batch, or is closed."""
-        ...
-
-    @property
-    def room(self) -> bool:
-        """Whether it takes another batch behind the one that it has."""
-        ...
-
-    def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Done, until_s: float = inf) -> None:
-        """Compute a batch, after the one that runs, and call `done` once; it must not begin after `until_s`."""
-        ...
-
-    def recall(self) -> None:
-        """Do not begin the batch behind the one that runs; its `done` is told, by RECALLED unless it has begun."""
-        ...
-
-    def close(self) -> None:
-        """End it, whatever it is doing."""
-        ...
 
 
 class _Place:
@@ -198,8 +149,8 @@ class Instance:
         """Of batches for a process that has none; and of others, if it takes them, and of regions."""
         self._direct = False
         """Whether the process has a GPU copy large tensors from shared memory."""
-        self.overlapped = False
-        """Whether the next batch had begun, too, when the process ended during one."""
+        self.blameless = False
+        self.on_end: Callable[[], object] = _nothing
         self._known = set[int]()
         """Numbers of the regions whose files the process has."""
         self._loop = asyncio.get_running_loop()
@@ -277,13 +228,15 @@ class Instance:
         if place.used:
             place = next(place for place in self._places if not place.used)
         place.used = True
-        if len(self._places) > 1:
-            place.arena.begin_by(self.capacity, until_s)
+        place.arena.begin_by(self.capacity, until_s)
         words, reads, here = place.laid_out(parts, batch, direct=self._direct)
         if reads.parts and not self._known.issuperset(reads.regions()):
             for part in reads.parts:
                 if part.region.number not in self._known:
                     self._share(part.region)
+            if self.closed:  # the process had ended
+                place.used = False
+                return done(RECALLED)
         out = self._ahead if self._batches else self._out
         self._batches.append(_Handed(place, done, here))
         out.send(*packets(place.number, words, reads))
@@ -344,13 +297,20 @@ class Instance:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             os.close(self._pidfd)
-        self.overlapped = any(handed.place.arena.begun(self.capacity) for handed in [*self._batches][1:])
+        begun = [handed.place.arena.begun(self.capacity) for handed in self._batches]
+        self.blameless = bool(begun) and (not begun[0] or any(begun[1:]))
         for place in self._places:
             place.arena.close()
         told: Reply | None = None
         while self._batches:
             self._batches.popleft().done(told)
             told = RECALLED
+        on_end, self.on_end = self.on_end, _nothing  # otherwise a cycle would keep the instance
+        on_end()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _read_here(part: Part, into: memoryview) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.host.batcher import Batch, Item
 from tilewright.host.errors import Failed, HostError, Refused
-from tilewright.host.instance import Reply
+from tilewright.host.runs import Reply
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire, byte_size
 from tilewright.host.waiting import Group, Waiting, fail

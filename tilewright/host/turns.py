@@ -104,7 +104,7 @@ class Turns:
         if not (place.begins_at_once(arrived) and place.may_begin()):
             return None
         self._behind = None
-        return place.begin_early(arrived)
+        return place.begin(arrived, marked=True)
 
     def _expected_s(self, batch: Begun) -> float | None:
         """The seconds for which the device is expected to compute a batch; None: there was none like it."""

@@ -10,8 +10,8 @@ What a broken model costs, and whom:
 | its process dies, or a batch hangs  | an error    | computed again, alone | is replaced; its circuit is open while no    |
 |                                     |             |                       | other process of it lives                    |
 
-A request is tried a second time only if it shared its batch, or if the next batch had begun: a request that kills two processes
-is the cause.
+A request is tried a second time only if it shared its batch, if that had not begun, or if the next batch had: a request that
+kills two processes is the cause. A process that dies while it has no batch is replaced at once.
 
 If a model with large inputs has a single instance, this gets its next batch while it computes one, provided that the batcher is
 certain of it (`take_ahead`). A batch behind another one begins shortly before that ends, or when that is answered (turns.py).
@@ -26,6 +26,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from math import inf
 
@@ -35,8 +36,8 @@ from tilewright.host.config import ModelConfig
 from tilewright.host.entry import NUMBERS, Entry
 from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Unavailable
 from tilewright.host.forking import LoadFailed
-from tilewright.host.instance import RECALLED, Reply, Runs
 from tilewright.host.running import Run, kept, may_be_kept
+from tilewright.host.runs import RECALLED, Reply, Runs
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, zeros
 from tilewright.host.waiting import Ask, Plans, Waiting, fail, singly, wanted
@@ -93,6 +94,8 @@ class Version(Entry):
         self._tasks = set[asyncio.Task[None]]()
         self._idle = asyncio.Event()
         self.closed = False
+        for instance in self._instances:
+            self._watch(instance)
 
     @property
     def ready(self) -> bool:
@@ -160,7 +163,7 @@ class Version(Entry):
         def done(reply: Reply | None) -> None:
             run.over = True
             self._running -= count
-            to_blame = count == 1 and not (reply is None and instance.overlapped)
+            to_blame = count == 1 and not (reply is None and instance.blameless)
             if run is self._behind:
                 self._behind = None
             elif run.late is not None:
@@ -233,8 +236,8 @@ class Version(Entry):
             if reply is None or reply.errors:
                 reason = "its process ended" if reply is None else reply.errors[0]
                 logger.error("%s: %d batches in a row failed, and so did zeros: %s", self.label, self._failures, reason)
-                instance.close()
                 self._replace(instance)
+                instance.close()
             self._failures = 0
             self._pump()
 
@@ -266,6 +269,18 @@ class Version(Entry):
                     fail(item, Overloaded(f"{self.label}: {error}", 1.0), self.stats)
         self._replace(instance)
 
+    def _watch(self, instance: Runs) -> None:
+        """Replace an instance when its process ends while it has no batch."""
+        instance.on_end = partial(self._ended, instance)
+        if instance.closed:
+            self._loop.call_soon(self._ended, instance)
+
+    def _ended(self, instance: Runs) -> None:
+        if not self.closed and instance in self._instances:
+            logger.error("%s: its process ended while it had nothing to compute", self.label)
+            self._replace(instance)
+            self._pump()
+
     def _replace(self, instance: Runs) -> None:
         if instance not in self._instances:
             return
@@ -293,6 +308,7 @@ class Version(Entry):
                 instance.close()
                 return
             self._instances.append(instance)
+            self._watch(instance)
             self._pump()
             return
 
