@@ -91,6 +91,9 @@ class Mark:
     def synchronize(self) -> None:
         self._gpu.wait(self._steps)
 
+    def query(self) -> bool:
+        return self._gpu.begun - len(self._gpu.steps) >= self._steps
+
     def elapsed_time(self, end: "Mark") -> float:
         return float(end._steps - self._steps)
 

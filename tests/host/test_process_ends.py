@@ -13,11 +13,13 @@ import pytest
 
 from tests.host import models
 from tests.host.asking import ask, double, served, until
-from tests.host.fakes import Makes
+from tests.host.fakes import Fake, Makes
+from tilewright.host import version
 from tilewright.host.arena import Arena
 from tilewright.host.channel import Channel
+from tilewright.host.circuit import Circuit
 from tilewright.host.config import ModelConfig
-from tilewright.host.errors import Unavailable
+from tilewright.host.errors import Failed, Unavailable
 from tilewright.host.host import Host, Source
 from tilewright.host.instance import Instance, _Handed, _Place
 from tilewright.host.regions import Part, Region
@@ -75,7 +77,7 @@ def test_a_process_that_has_just_ended_gives_its_batch_back(sleeper: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("begun", "blameless"), [([], False), ([True], False), ([False], True), ([True, False], False), ([True, True], True)]
+    ("begun", "blameless"), [([], False), ([True], False), ([False], False), ([True, False], False), ([True, True], True)]
 )
 def test_a_batch_is_to_blame_if_only_it_had_begun(sleeper: int, begun: list[bool], blameless: bool) -> None:
     async def test(one: Instance, ends: Ends) -> None:
@@ -89,7 +91,7 @@ def test_a_batch_is_to_blame_if_only_it_had_begun(sleeper: int, begun: list[bool
         one.on_end = lambda: told.append("ended")
         one.close()
         assert one.blameless == blameless
-        assert told == [*[None, RECALLED][: len(begun)], "ended"]
+        assert told == [*[None if begun[:1] == [True] else RECALLED, RECALLED][: len(begun)], "ended"]
 
     with_instance(sleeper, test)
 
@@ -130,5 +132,61 @@ def test_an_instance_that_ends_before_it_is_watched_is_replaced() -> None:
         version._watch(dead)
         await until(lambda: len(makes.made) == 3 and version.ready)
         assert version.stats.restarts == 2
+
+    served(makes, test)
+
+
+def test_nothing_is_sent_ahead_behind_a_second_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If that ended the process, too, it would have to be the cause."""
+    makes, pairs, run = Makes(double, 0.03, places=2), list[tuple[int, float, float]](), Fake.run
+
+    def noted(fake: Fake, parts: Any, batch: Any, *rest: Any) -> None:
+        value = _value(batch)
+        pairs.extend((makes.made.index(fake), _value(running[1]), value) for running in fake._waiting)
+        run(fake, parts, batch, *rest)
+
+    monkeypatch.setattr(Fake, "run", noted)
+
+    async def test(host: Host) -> None:
+        asked = [asyncio.ensure_future(ask(host, value)) for value in (1, 2)]
+        await until(lambda: bool(makes.made) and len(makes.made[0].handed) == 2)
+        makes.made[0].blameless = True
+        makes.made[0].close()
+        await until(lambda: host.models["m"].versions[1].ready)
+        asked += [asyncio.ensure_future(ask(host, value)) for value in (3, 4, 5)]
+        found = await asyncio.gather(*asked)
+        assert [float(x[0, 0]) for x in found] == [2, 4, 6, 8, 10]
+
+    served(makes, test, max_batch=1)
+    assert (0, 1.0, 2.0) in pairs
+    assert [pair for pair in pairs if pair[0] == 1], "others are sent ahead"
+    assert not [pair for pair in pairs if pair[:2] == (1, 1.0)]
+
+
+def _value(batch: Any) -> float:
+    """The first number of a batch's first request."""
+    return float(np.frombuffer(batch[0][0].data, np.float32)[0])
+
+
+def test_a_request_whose_processes_end_before_it_begins_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    makes = Makes(double)
+    monkeypatch.setattr(Circuit, "broken", lambda self, now_s: 0.0)
+
+    def ends(fake: Fake, parts: Any, batch: Any, done: Any, *rest: Any) -> None:
+        fake.handed.append(list(parts))
+
+        def close() -> None:
+            fake.closed = True
+            done(RECALLED)
+            fake.on_end()
+
+        asyncio.get_running_loop().call_soon(close)
+
+    monkeypatch.setattr(Fake, "run", ends)
+
+    async def test(host: Host) -> None:
+        with pytest.raises(Failed, match="its process died"):
+            await ask(host, 1)
+        assert sum(len(fake.handed) for fake in makes.made) == version.MAX_UNBEGUN + 2
 
     served(makes, test)

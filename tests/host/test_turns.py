@@ -173,6 +173,17 @@ def test_batches_are_timed_only_where_one_follows_another(process: Makes, monkey
     assert len(marks) == 2, "around the second, which began before the first was answered"
 
 
+def test_a_batch_that_ends_sooner_than_expected_is_answered_soon(process: Makes, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = process()
+    expecting(one, monkeypatch, 5.0)
+    one.send(1)
+    wait_for(one, "begin 1")
+    began_s = time.monotonic()
+    one.gpu.finish()
+    assert one.answer() == ([2], {})
+    assert time.monotonic() - began_s < 2.0
+
+
 @pytest.mark.timeout(60)
 def test_the_wait_for_a_batch_ends_in_time(process: Makes) -> None:
     """However short it is: CPython's `SimpleQueue` waits for ever if its timeout passes at a certain moment."""

@@ -112,6 +112,13 @@ class Begun:
         except RuntimeError:  # a batch behind this one has cost the device; that one's end will say so
             return None
 
+    def ended(self) -> bool:
+        """Whether its `mark` has been reached, or the device is lost."""
+        try:
+            return self.mark is None or self.mark.query()
+        except RuntimeError:
+            return True
+
     def lose(self) -> None:
         """Give each request an error, because the device is lost."""
         self.outputs, self.room, self.errors = None, None, dict.fromkeys(range(len(self.parts)), LOST)

@@ -286,7 +286,7 @@ class Instance:
         handed.done(Reply(outputs, errors, seconds, unread, traffic))
 
     def close(self) -> None:
-        """Kill the process. `done` of the running batch is called with None, that of a batch behind it with RECALLED."""
+        """Kill the process. `done` of the first batch is called with None if it has begun; the others with RECALLED."""
         if self.closed:
             return
         self.closed = True
@@ -298,10 +298,10 @@ class Instance:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             os.close(self._pidfd)
         begun = [handed.place.arena.begun(self.capacity) for handed in self._batches]
-        self.blameless = bool(begun) and (not begun[0] or any(begun[1:]))
+        self.blameless = any(begun[1:])
         for place in self._places:
             place.arena.close()
-        told: Reply | None = None
+        told: Reply | None = None if begun and begun[0] else RECALLED
         while self._batches:
             self._batches.popleft().done(told)
             told = RECALLED

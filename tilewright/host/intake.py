@@ -203,7 +203,7 @@ class Intake:
                 reads.frombytes(view[BATCH.size : begin])
                 unread, fetched, size = self._read(number, reads) if reads else ({}, None, 0)
                 yield Arrived(number, bytes(view[begin:count]), unread, fetched, size)
-                fetched = None  # otherwise a region would stay locked until the next batch
+                fetched = None  # otherwise the device's copy of the batch would be kept until the next one
                 reads = array("q")
 
     def _share(self, said: dict[str, object], ancillary: list[tuple[int, int, bytes]]) -> None:

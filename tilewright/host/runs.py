@@ -37,7 +37,7 @@ class Runs(Protocol):
     most: int | None
     closed: bool
     blameless: bool
-    """Whether the batch during which it ended may not be the cause: it had not begun, or the next one had, too."""
+    """Whether the batch during which it ended may not be the cause, because the next one had begun, too."""
     on_end: Callable[[], object]
     """Called when it has ended, after `done` of its batches."""
 

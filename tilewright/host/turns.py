@@ -27,6 +27,8 @@ LEAD_S = 5e-4
 """Seconds before the expected end of a batch at which the next one begins. A graph takes 0.1 to 0.2 ms to launch."""
 SPIN_S = 1e-4
 """Seconds before the expected end from which on the process waits for that only."""
+SLICE_S = 1e-3
+"""Seconds after which the process looks whether a batch has ended sooner than expected."""
 RISE = 0.1
 """Weight of the latest batch in the expected duration, if it took longer than expected; if it took less, that is expected."""
 MAX_KEPT = 256
@@ -56,7 +58,8 @@ class Turns:
         """Answer batches."""
         while (arrived := self._behind or self._intake.next()) is not None:
             self._behind, place = None, self._places[arrived.arena]
-            batch = place.begin(arrived, marked=self._followed) if place.may_begin() else None
+            marked = self._followed and place.begins_at_once(arrived)
+            batch = place.begin(arrived, marked=marked) if place.may_begin() else None
             if batch is None:
                 place.settled(arrived.fetched)
                 self._channel.send(NOT_BEGUN)
@@ -90,7 +93,10 @@ class Turns:
         if expected_s is None:
             return None
         end_s = batch.since_s + expected_s
-        time.sleep(max(0.0, end_s - LEAD_S - time.perf_counter()))
+        while (left_s := end_s - LEAD_S - time.perf_counter()) > 0:
+            if batch.ended():
+                return None
+            time.sleep(min(left_s, SLICE_S))
         return self._begun_at_once(end_s - SPIN_S)
 
     def _begun_at_once(self, until_s: float = 0.0) -> Begun | None:

@@ -10,8 +10,10 @@ What a broken model costs, and whom:
 | its process dies, or a batch hangs  | an error    | computed again, alone | is replaced; its circuit is open while no    |
 |                                     |             |                       | other process of it lives                    |
 
-A request is tried a second time only if it shared its batch, if that had not begun, or if the next batch had: a request that
-kills two processes is the cause. A process that dies while it has no batch is replaced at once.
+A request is tried a second time only if it shared its batch, or if the next batch had begun: a request that kills two processes
+is the cause. Nothing is sent ahead behind the second attempt, so that it cannot be blamed for others. Requests whose batch had
+not begun return to the queue, unless several processes in a row ended like this. A process that dies while it has no batch is
+replaced at once.
 
 If a model with large inputs has a single instance, this gets its next batch while it computes one, provided that the batcher is
 certain of it (`take_ahead`). A batch behind another one begins shortly before that ends, or when that is answered (turns.py).
@@ -43,6 +45,9 @@ from tilewright.host.tensors import Signature, zeros
 from tilewright.host.waiting import Ask, Plans, Waiting, fail, singly, wanted
 
 __all__ = ["Ask", "Version"]
+
+MAX_UNBEGUN = 4
+"""Batches in a row whose process may end before they begin. Then they are handled as if they had begun."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +95,10 @@ class Version(Entry):
         """Whether a batch was recalled since a free instance last got one."""
         self.answers_one = False
         """Whether the batch that is being answered has one request."""
-        self._failures = self._running = 0
+        self._failures = self._running = self._unbegun = 0
+        """Batches that failed, requests that are computed, and batches in a row whose process ended before they began."""
+        self._careful = False
+        """Whether the running batch is the second attempt of a request."""
         self._tasks = set[asyncio.Task[None]]()
         self._idle = asyncio.Event()
         self.closed = False
@@ -144,7 +152,7 @@ class Version(Entry):
 
     def _send_ahead(self, now_s: float) -> None:
         """Give the only instance its next batch while it computes one."""
-        if self._failures or self._recalled or self._behind is not None or self.config.instances > 1:
+        if self._failures or self._recalled or self._careful or self._behind is not None or self.config.instances > 1:
             return
         instance = self._instances[0]
         if instance.room and (batch := self._batcher.take_ahead(now_s)) is not None:
@@ -156,7 +164,7 @@ class Version(Entry):
             self._behind = run
             until_s = min((item.deadline_s for item in batch.items if item.deadline_s is not None), default=inf)
         else:
-            self._recalled = False
+            self._recalled, self._careful = False, _tried(batch)
         self._running += count
         self._alone = self._alone + 1 if count == 1 else 0
 
@@ -174,7 +182,7 @@ class Version(Entry):
                 if reply is None:
                     self._lost(instance, batch, to_blame=to_blame)
                 elif reply is RECALLED:
-                    self._returned(batch)
+                    self._returned(instance, batch)
                 else:
                     self._finished(instance, run, reply)
             finally:  # also if an answer cannot be made
@@ -187,7 +195,7 @@ class Version(Entry):
 
     def _begins(self, instance: Runs, run: Run) -> None:
         """Note that a batch begins, because the batch before it was answered."""
-        self._behind, run.began_s = None, time.monotonic()
+        self._behind, run.began_s, self._careful = None, time.monotonic(), _tried(run.batch)
         run.late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
         self._batcher.begun()
 
@@ -197,14 +205,17 @@ class Version(Entry):
             self._recalled = True
             self._instances[0].recall()
 
-    def _returned(self, batch: Batch) -> None:
+    def _returned(self, instance: Runs, batch: Batch) -> None:
         """Handle a batch that was never begun."""
+        self._unbegun += instance.closed
+        if self._unbegun > MAX_UNBEGUN:
+            return self._lost(instance, batch, to_blame=False)
         self._batcher.restore(batch, wanted)
         if self.closed and not self._instances:
             self._drop(Unavailable(f"{self.label} was unloaded"))
 
     def _finished(self, instance: Runs, run: Run, reply: Reply) -> None:
-        batch, ended_s = run.batch, time.monotonic()
+        batch, ended_s, self._unbegun = run.batch, time.monotonic(), 0
         gets_next = instance.room or not instance.busy
         if len(self._batcher) and gets_next and not (reply.errors or self._failures) and may_be_kept(reply):
             reply = kept(reply)
@@ -338,3 +349,8 @@ class Version(Entry):
             self._timer.cancel()
         for instance in list(self._instances):
             instance.close()
+
+
+def _tried(batch: Batch) -> bool:
+    """Whether a batch is the second attempt of a request, which is then alone."""
+    return batch.requests == 1 and batch.items[0].payload.tried
