@@ -76,6 +76,7 @@ def test_the_next_batch_does_not_begin_long_before_the_end(process: Makes, monke
     one.gpu.finish()
     assert [one.answer(), one.answer()] == [([2], {}), ([4], {})]
     one.log.clear()
+    expecting(one, monkeypatch, 30.0)
     one.send(1)
     wait_for(one, "begin 1")
     one.send(2, behind=True)
