@@ -183,16 +183,6 @@ def test_two_regions_of_one_file(shm: Path) -> None:
     assert not gpu.wrong
 
 
-def test_copies_whose_end_the_driver_does_not_tell_are_read(shm: Path, caplog: pytest.LogCaptureFixture) -> None:
-    gpu, one = StandIn(["event"]), region(shm)
-    mine = locking(gpu, one)
-    gathering = mine.gather(0)
-    assert gathering.take(one.number, 0, ROW, 0)
-    assert gathering.end() is None
-    assert mine.source(one.number, 0, ROW) is None
-    assert "so the processor does: event is refused" in caplog.text
-
-
 @pytest.mark.parametrize("what", ["lock", "room"])
 def test_what_the_driver_refuses_is_read(shm: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
     one = region(shm)
@@ -202,14 +192,15 @@ def test_what_the_driver_refuses_is_read(shm: Path, caplog: pytest.LogCaptureFix
     assert f"so the processor copies its tensors: {what} is refused" in caplog.text
 
 
-def test_after_a_copy_that_cannot_begin_all_is_read(shm: Path, caplog: pytest.LogCaptureFixture) -> None:
-    gpu, one = StandIn(["begin"]), region(shm)
+@pytest.mark.parametrize("what", ["begin", "event"])
+def test_after_a_copy_that_the_driver_refuses_all_is_read(shm: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
+    gpu, one = StandIn([what]), region(shm)
     mine = locking(gpu, one)
     gathering = mine.gather(0)
     assert gathering.take(one.number, 0, ROW, 0)
     assert gathering.end() is None
     assert mine.source(one.number, 0, ROW) is None
-    assert "so the processor does: begin is refused" in caplog.text
+    assert f"so the processor does: {what} is refused" in caplog.text
     gpu.refuses.add("unlock")
     mine.forget(one.number)
     del gathering

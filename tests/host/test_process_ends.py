@@ -168,6 +168,43 @@ def _value(batch: Any) -> float:
     return float(np.frombuffer(batch[0][0].data, np.float32)[0])
 
 
+@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("drain_s", [None, 30.0])
+def test_a_version_that_goes_away_before_a_batch_begins_tells_its_request(
+    monkeypatch: pytest.MonkeyPatch, instances: int, drain_s: float | None
+) -> None:
+    """`drain_s`: the process ends while the version waits for it; None: the version ends it."""
+    makes = Makes(double)
+    monkeypatch.setattr(Fake, "_begin", lambda _: None)
+
+    def close(fake: Fake) -> None:
+        fake.closed = True
+        while fake._waiting:
+            fake._waiting.popleft()[2](RECALLED)
+        fake.on_end()
+
+    monkeypatch.setattr(Fake, "close", close)
+
+    async def test(host: Host) -> None:
+        asked = asyncio.ensure_future(ask(host, 1))
+        await until(lambda: any(fake.busy for fake in makes.made))
+        version = host.models["m"].versions[1]
+        if drain_s is None:
+            version.abort("the server ends")
+        else:
+            closing = asyncio.ensure_future(version.close(drain_s=drain_s))
+            await asyncio.sleep(0)
+            for fake in makes.made:
+                fake.close()
+            async with asyncio.timeout(10):
+                await closing
+        async with asyncio.timeout(10):
+            with pytest.raises(Unavailable):
+                await asked
+
+    served(makes, test, instances=instances)
+
+
 def test_a_request_whose_processes_end_before_it_begins_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     makes = Makes(double)
     monkeypatch.setattr(Circuit, "broken", lambda self, now_s: 0.0)

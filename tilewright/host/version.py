@@ -211,8 +211,6 @@ class Version(Entry):
         if self._unbegun > MAX_UNBEGUN:
             return self._lost(instance, batch, to_blame=False)
         self._batcher.restore(batch, wanted)
-        if self.closed and not self._instances:
-            self._drop(Unavailable(f"{self.label} was unloaded"))
 
     def _finished(self, instance: Runs, run: Run, reply: Reply) -> None:
         batch, ended_s, self._unbegun = run.batch, time.monotonic(), 0
@@ -281,16 +279,19 @@ class Version(Entry):
         self._replace(instance)
 
     def _watch(self, instance: Runs) -> None:
-        """Replace an instance when its process ends while it has no batch."""
+        """Notice it when an instance ends, also one that has no batch."""
         instance.on_end = partial(self._ended, instance)
         if instance.closed:
             self._loop.call_soon(self._ended, instance)
 
     def _ended(self, instance: Runs) -> None:
-        if not self.closed and instance in self._instances:
-            logger.error("%s: its process ended while it had nothing to compute", self.label)
+        """Replace an instance, unless this was done because of its batch; at the end, drop what nobody will compute."""
+        if self.closed and all(one.closed for one in self._instances):
+            self._drop(Unavailable(f"{self.label} was unloaded"))
+        elif not self.closed and instance in self._instances:
+            logger.error("%s: its process ended although no batch had begun, and is replaced", self.label)
             self._replace(instance)
-            self._pump()
+        self._pump()
 
     def _replace(self, instance: Runs) -> None:
         if instance not in self._instances:
